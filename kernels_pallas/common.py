@@ -51,7 +51,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def block_width(size: int, limit: int) -> int:
-    """Return the width of the blocks into which a dimension of `size` numbers is divided.
+    """Return the width of the blocks into which a dimension of length `size` is divided.
 
     The width is `size` if that is at most `limit`. Otherwise, it is the largest divisor of `size` that is at most
     `limit` and a multiple of `LANES`, or `limit` if there is no such divisor.

@@ -288,8 +288,9 @@ def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
 
     This function uses a private attribute of JAX, because there is no public way to get the number of devices in a
     lowering rule. JAX's own rule for Mosaic calls reads the same attribute, `ctx.module_context.axis_context`
-    (`jax/_src/tpu_custom_call.py`, in jax 0.10 to 0.12). If a later version changes this attribute, all programs count
-    as partitioned, because that implementation is always correct, only slower. tests/kernels/test_whole.py then fails.
+    (`jax/_src/tpu_custom_call.py`, in jax 0.10 to 0.12). If a later version changes this attribute, all programs are
+    treated as partitioned, because that implementation is always correct, just slower;
+    tests/kernels/test_whole.py then fails.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):

@@ -61,8 +61,8 @@ if TYPE_CHECKING:  # the form `X as X` marks a name as exported
     sharding = _shardings
 
 
-# Public names by defining module. A module is imported when one of its names is first used, so that `import mars_jax`
-# is fast.
+# Public names, grouped by the module that defines them. A module is imported when one of its names is first used, so
+# that `import mars_jax` is fast.
 _NAMES = {
     "core.controls": ("make_controls",),
     "core.decode": ("run", "stream"),

@@ -30,7 +30,7 @@ def _reserve() -> None:
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
     if sys.stdout is None:
-        # Open stdout read-only, so that writing raises an error instead of losing output silently.
+        # Open stdout read-only, so that writing to it raises an error instead of silently discarding the output.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
         sys.stdout = open(1, "w")  # noqa: SIM115
     if sys.stderr is None:

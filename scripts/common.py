@@ -49,12 +49,12 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1) -> dict[Any, np.ndarray]:
-    """Time functions in turns, and return the seconds f64[turns] of each.
+    """Time functions alternately, and return for each the seconds per turn, f64[turns].
 
     Every second turn runs the functions in reverse order, so that drift affects all of them equally.
 
     Args:
-      arms: the functions, keyed by name. Each time includes the wait for the function's JAX results.
+      arms: the functions, keyed by name. Each measured time includes waiting for the function's JAX results.
       turns: number of turns that are timed.
       warm: number of earlier turns, which compile the programs and are not timed.
     """
@@ -118,7 +118,7 @@ def earlier_report(path: Path | None) -> dict[str, Any]:
 def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
     """Return the origin of a report: `lab.provenance.provenance`, and digests of the script, its data and its weights.
 
-    If the command runs a script of this checkout, `script` maps its path to a digest, so that later changes of the
+    If the command runs a script of this checkout, `script` maps its path to a digest, so that later changes to the
     script can be detected.
 
     Args:
@@ -236,7 +236,7 @@ class Worker:
     def __init__(
         self, arguments: Sequence[str], *, checkout: Path = ROOT, environment: Mapping[str, str] | None = None
     ):
-        """Start a script with the mars_jax of `checkout`. `arguments` are its path and its arguments."""
+        """Start a script that imports mars_jax from `checkout`; `arguments` are its path and its own arguments."""
         self._name = shlex.join(arguments)
         self._process = subprocess.Popen(
             [sys.executable, *arguments], cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -3,9 +3,9 @@
     python -m scripts.results_page            # after a measurement was repeated
     python -m scripts.results_page --check    # exits with 1 if a page differs from its JSON
 
-The prose of each page is in a template in a folder here. Its numbers come from `figures()` in `tables.py` of the same
-folder. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict it,
-the page is not written until the sentence is changed.
+The prose of each page is a template in one of the folders next to this script. Its numbers come from `figures()` in
+`tables.py` in the same folder. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if
+new figures contradict it, the page is not written until the sentence is changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGES = {
     "docs/kernels.md": "kernels/page.md.jinja",
     "scripts/results/README.md": "checks/page.md.jinja",
 }
-"""The pages and their templates. If a page has the marks below, only the part between them is generated."""
+"""The pages and their templates. If a page has the markers below, only the text between them is generated."""
 BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
 END = "<!-- end of figures -->\n"
 
@@ -74,7 +74,7 @@ def wrapped(text: str) -> str:
     <BLANKLINE>
     # five
     """
-    # Split the text at code fences and at the blank lines between blocks, which become separate parts.
+    # Split the text into blocks. The separators, code blocks and blank lines, are kept as parts.
     parts = re.split(r"(^```.*?^```$|\n{2,})", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if _is_verbatim(part) else _fill(part) for part in parts)
 
@@ -107,7 +107,7 @@ def render(template: str) -> str:
 
 
 def page(current: str, figures: str) -> str:
-    """Return a page with new figures. If the page has marks, only the part between them is replaced.
+    """Return a page with new figures. If the page has markers, only the text between them is replaced.
 
     >>> page(f"old\\n{BEGIN}1\\n{END}", "2\\n") == f"old\\n{BEGIN}2\\n{END}"
     True

@@ -102,7 +102,7 @@ def dense_by_expert_mxfp4(
 
     XLA copies the scales of all experts, which are 1/17 of the bytes, to another layout.
     """
-    # Byte j contains inputs 2j and 2j + 1. Reorder the inputs of x, so that the even ones come before the odd ones.
+    # Byte j contains inputs 2j and 2j + 1. Reorder the inputs of x so that the even ones come first.
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
     # Matrices whose rows do not fill registers are stored by columns (see `dense_by_expert_int8`).
     matrices = [(values.swapaxes(1, 2), 2), (scale.swapaxes(1, 2), 2)]
@@ -124,8 +124,8 @@ def _by_expert(
     Args:
       product: computes f32[rows, out_width] from a tile of x and references to blocks of an expert's matrices.
       x: [R, K]; rows sorted by expert.
-      matrices: arrays [X, ., .] that together represent the experts' matrices, each with the index of its output axis,
-        which is divided into blocks.
+      matrices: (array, output axis) pairs. The arrays [X, ., .] together represent the experts' matrices; each is
+        divided into blocks along its output axis.
       sizes: i32[X]; number of rows of each expert.
       out_width: number of outputs per block.
       interpret: see `kernels_pallas.common.Interpret`.
@@ -212,7 +212,7 @@ def _mxfp4_product(x: Array, values: Ref, scale: Ref) -> Array:
     """Multiply x by values u8[K / 2, width] with scales u8[K / 32, width]. In x, even inputs come before odd ones."""
     codes, powers = values[...].astype(jnp.int32), mxfp4_powers(scale[...])
     groups, width = powers.shape
-    # Each power of two applies to a block of 32 inputs, which are 16 bytes.
+    # Each power of two applies to a block of 32 inputs, which take up 16 bytes.
     powers = jnp.broadcast_to(powers[:, None], (groups, 16, width)).reshape(-1, width)
     halves = [(mxfp4_numbers(half) * powers).astype(x.dtype) for half in (codes & 15, codes >> 4)]
     return _product(x, jnp.concatenate(halves), 0)

@@ -63,7 +63,7 @@ def dequantised_mxfp4(values: Array, scale: Array) -> Array:
 
 
 def mxfp4_numbers(codes: Array) -> Array:
-    """Convert E2M1 codes i32[...] to f32[...]. A code is a sign bit and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Convert E2M1 codes i32[...], a sign bit and an index into (0, 0.5, 1, 1.5, 2, 3, 4, 6), to f32[...]."""
     count = codes & 7
     halves = (count + jnp.maximum(count, 4) + 2 * jnp.maximum(count, 6) - 16).astype(jnp.float32)
     return jnp.where(codes > 7, -halves, halves) * 0.5

@@ -330,7 +330,8 @@ def _words(values: Ref, chunk: int) -> list[Array]:
 def _biased(word: Array, k: int) -> Array:
     """Unpack the weights of inputs k and k + 4 of words i32[8, N]; return these weights plus 24, bf16[16, N]."""
     # Input k goes to bits 3 to 6, the top of a bfloat16 mantissa, and input k + 4 to the same bits of the upper half.
-    # The exclusive-or flips the sign bit of the weight, which adds 8, and sets the exponent of numbers from 16 to 32.
+    # The exclusive-or flips the sign bit of the weight, which adds 8, and sets the exponent to that of numbers from 16
+    # to 32.
     shifted_word = word << 3 if k == 0 else word >> (4 * k - 3)
     return pltpu.bitcast((shifted_word & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
 

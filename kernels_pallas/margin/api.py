@@ -1,6 +1,6 @@
-"""Operations `margin_stats`, which finds the two largest logits of each row, and `margin_accept`, which applies MARS.
+"""The operations `margin_stats` (the two largest logits of each row) and `margin_accept` (acceptance by MARS).
 
-Both operations read the logits once. For a `top_k` over a sharded vocabulary, XLA would gather all logits, and it
+Both operations read the logits only once. For a `top_k` over a sharded vocabulary, XLA would gather all logits, and it
 cannot partition a Mosaic kernel at all. The sharded versions therefore use `shard_map`: each device processes its own
 shard, and one all-gather of a few numbers per node combines the results.
 
@@ -109,7 +109,7 @@ def margin_accept(
       implementation, blocks, interpret: as in `margin_stats`.
 
     Raises:
-      ValueError: the margin is unknown, or as in `margin_stats`.
+      ValueError: the margin is unknown; see also `margin_stats`.
 
     >>> import jax.numpy as jnp
     >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])  # the draft is 0, the target's second best token
@@ -172,7 +172,7 @@ def sharded_margin_stats(
       options: arguments of `margin_stats`, which each device calls on its own shard.
 
     Raises:
-      ValueError: V is not divisible by the number of devices, or as in `margin_stats`.
+      ValueError: V is not divisible by the number of devices; see also `margin_stats`.
     """
     local = functools.partial(_local, axis=axis, options=options)
     return _map(local, mesh, axis, batch_axis, logits)
@@ -198,7 +198,7 @@ def sharded_margin_accept(
     the result from another device.
 
     Raises:
-      ValueError: the margin is unknown, or as in `sharded_margin_stats`.
+      ValueError: the margin is unknown; see also `sharded_margin_stats`.
     """
     rule.check_margin(margin)
 

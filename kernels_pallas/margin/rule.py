@@ -199,7 +199,7 @@ def walk_columns(
     max_depth: int,
     margin: str,
 ) -> Walk:
-    """Descend from the root as long as a child is acceptable. Prefer exact children, then the lowest node id.
+    """Descend from the root while a child is acceptable. Prefer exact children, then the lowest node id.
 
     Instead of gathers, the walk uses one-hot selections over N: at each depth, it selects the three acceptable tokens
     at the current node of each row.

@@ -34,7 +34,7 @@ def tpu_blocks(
       nodes: number of nodes per tree; 1 if there are no trees.
       vocab: V, the number of tokens in the vocabulary.
       dtype: dtype of the logits.
-      group: the number of trees per block must be a multiple of this, or the number of all trees.
+      group: the number of trees per block must be a multiple of this, or equal to `trees`.
 
     Raises:
       BlockError: the kernel does not support these shapes or this block size.

@@ -49,7 +49,7 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
 
 
 def _stats_by_chunks(rows: Array) -> MarginStats:
-    """Compute `_stats` of rows [R, V] with the logsumexp, for `ROWS_BYTES` of exponentials at a time."""
+    """Compute `_stats`, with the logsumexp, in chunks of rows whose exponentials take at most `ROWS_BYTES`."""
     row_count, vocab = rows.shape
     chunk_rows = min(max(ROWS_BYTES // (4 * vocab), 1), row_count)
     if chunk_rows == row_count:
@@ -92,8 +92,8 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
     """Compute `margin_stats` with reductions over the whole vocabulary, which XLA can partition.
 
     If the vocabulary is sharded, each device reduces its own shard, and the devices exchange one number per node for
-    each reduction. For `margin_stats` above and `lax.top_k`, XLA would gather all logits. This implementation is slow
-    on a CPU, because argmax is slow there. On an H100, it is the fastest implementation.
+    each reduction. With `margin_stats` above or `lax.top_k`, XLA would gather all logits instead. This implementation
+    is slow on a CPU, because argmax is slow there. On an H100, it is the fastest implementation.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
@@ -110,7 +110,7 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
 
 
 def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
-    """Return values and ids [..., 2 * BLOCK + tail] of tokens that include the two largest entries of each row."""
+    """Return the logits and ids [..., 2 * BLOCK + tail] of candidates, which include the two largest of each row."""
     lead = logits.shape[:-1]
     full_blocks = logits[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
     block_maxima = jnp.max(full_blocks, axis=-1)
@@ -120,7 +120,7 @@ def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
     second_block = jnp.argmax(
         jnp.where(block_ids == best_block, -jnp.inf, block_maxima.astype(jnp.float32)), axis=-1, keepdims=True
     )
-    # Gather the two best blocks, i32[..., 2], as [..., 2, BLOCK]. Append the tokens after the last full block.
+    # Gather the logits of the two best blocks. Append the tokens after the last full block.
     best_blocks = jnp.concatenate([best_block, second_block.astype(jnp.int32)], axis=-1)
     values = jnp.take_along_axis(full_blocks, best_blocks[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
     offset = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)

@@ -1,4 +1,4 @@
-"""Operations `top_k` and `sharded_top_k`, which find the k largest logits of each row and compute its logsumexp.
+"""The operations `top_k` and `sharded_top_k`: the k largest logits of each row, and the logsumexp of the row.
 
 Tested against `reference.top_k` and against `jax.lax.top_k` (tests/kernels/test_top_k.py).
 
@@ -51,7 +51,7 @@ def top_k(
 def sharded_top_k(
     part: Array, k: int, *, axis: Axis, implementation: str | None = None, interpret: Interpret = False
 ) -> TopKEntries:
-    """Compute `top_k` of a sharded vocabulary. Call this function inside `shard_map`.
+    """Compute `top_k` of logits whose vocabulary is sharded. Call this function inside `shard_map`.
 
     One all-gather sends the k largest entries of each shard to all devices, and every device merges them.
 
@@ -63,7 +63,7 @@ def sharded_top_k(
     """
 
     def form(part: Array, interpret: Interpret | None = None) -> TopKEntries:
-        # Pack the values, ids and the logsumexp into one integer array, so that one all-gather is enough.
+        # Pack the values, the ids and the logsumexp into one integer array, so that one all-gather is enough.
         parts = lax.all_gather(packed_top_k(part, k, interpret=interpret), axis)
         return join_top_k(parts, k, part.shape[-1], interpret=interpret)
 
@@ -79,8 +79,8 @@ def sharded_top_k(
 def packed_top_k(logits: Array, k: int, *, interpret: Interpret | None = None) -> Array:
     """Compute `top_k`, packed into one array for an all-gather (see `reference.pack`).
 
-    If `interpret` is None, XLA computes i32[2, ..., k + 1]. Otherwise the kernel computes i32[2, ..., 128], with this
-    `interpret` option.
+    If `interpret` is None, XLA computes the result, i32[2, ..., k + 1]. Otherwise the kernel computes it, as
+    i32[2, ..., 128], and `interpret` is the kernel's option.
     """
     if interpret is None:
         return pack(xla.top_k(logits, min(k, logits.shape[-1])), k)
@@ -102,7 +102,7 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None =
         return xla.join(parts, k, size)
     from kernels_pallas.top_k import mosaic
 
-    # The kernel accepts a single dimension of rows, so flatten all leading dimensions.
+    # The kernel accepts only one dimension of rows, so flatten all leading dimensions.
     flat_parts = parts.reshape(parts.shape[0], 2, -1, LANES)
     return unpack(mosaic.join(flat_parts, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
 

@@ -1,7 +1,7 @@
 """TPU kernels for `top_k`, which scan a block of whole rows in fast memory k times.
 
-Entries are ordered by larger value, then smaller id. Each scan finds the entry that follows the previous one in this
-order. Scans therefore store no intermediate state, and ties need no special case.
+Entries are in order of decreasing value and, among equal values, increasing id. Each scan finds the entry that follows
+the previous one in this order. Scans therefore store no intermediate state, and ties need no special case.
 
 Tested against `reference.top_k`. Dimensions: R rows, V vocabulary, W vocabulary parts.
 """
@@ -85,7 +85,7 @@ def _top_k_kernel(logits_ref: Ref, packed_ref: Ref, *, vocab: int, k: int) -> No
 
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
         def chunk(first: Array | int, carry: Carry) -> Carry:
-            """Process vector number `first` of each row in one chain. In calls after the loop, `first` is an int."""
+            """Update one chain with vector number `first` of each row. In calls after the loop, `first` is an int."""
             offset = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
             z = logits_ref[:, pl.ds(offset, LANES)].astype(jnp.float32)
             ids = lane + offset
@@ -135,7 +135,8 @@ def _join_kernel(parts_ref: Ref, packed_ref: Ref, *, k: int, size: int) -> None:
         return lax.bitcast_convert_type(parts_ref[part, 0], jnp.float32)
 
     def scan(body: Callable[..., Carry], carry: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
-        # Use one chain of W vectors, one per part. The parts are in the order of their ids, so ids ascend in each lane.
+        # Use a single chain, which reads one vector per part. The parts are in the order of their ids, so ids ascend in
+        # each lane.
         del merge
         for part in range(num_parts):
             carry = body(carry, values(part), parts_ref[part, 1] + part * size, lane < k)
@@ -194,7 +195,7 @@ def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[
     def add(i: Array, entries: _Entries) -> _Entries:
         value, id = following(entries.value, entries.id)
         values = jnp.where(lane == i, value, entries.values)
-        # A row of NaN has no next entry. Clip its id to the vocabulary, so that the id is valid.
+        # A row of NaNs has no next entry. Clip its id to the vocabulary, so that the id is valid.
         return _Entries(value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), entries.ids))
 
     # All entries come after (inf, -1), so the first scan finds the largest entry. Write the i-th entry to lane i.

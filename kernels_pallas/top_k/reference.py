@@ -17,7 +17,7 @@ from kernels_pallas.common import bits
 
 
 class TopKEntries(NamedTuple):
-    """The k largest entries of each row, ordered by larger value, then smaller id, and the logsumexp of the row."""
+    """The k largest entries of each row, by decreasing value and then increasing id, and the logsumexp of the row."""
 
     values: Array  # f32[..., k]; largest logits, in descending order
     ids: Array  # i32[..., k]; token ids of `values`

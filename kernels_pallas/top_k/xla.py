@@ -21,8 +21,8 @@ it uses for longer rows."""
 def top_k(logits: Array, k: int) -> TopKEntries:
     """Compute `kernels_pallas.top_k` by searching only the k blocks with the largest maxima.
 
-    These blocks contain the k largest entries, even if there are ties: each block has an entry that precedes all
-    entries of other blocks, in the order of larger value, then smaller id.
+    These blocks contain the k largest entries, even if there are ties: each of them has an entry that precedes all
+    entries of the remaining blocks, in order of decreasing value and then increasing id.
     """
     z = logits.astype(jnp.float32)
     if z.shape[-1] < 4 * k * BLOCK:

@@ -79,8 +79,8 @@ def tree_attention(
     # Get the rows of the region that each query attends to, and the last position that its window hides.
     visible_rows, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
-    # Divide an even batch into two halves, one for each core of chips with two cores. Other chips process the halves
-    # one after the other.
+    # Divide a batch of even size into two halves, one for each core of chips with two cores. Other chips process the
+    # halves one after the other.
     cores = math.gcd(batch, 2)
     shape = Shape(
         slots=k.shape[1],

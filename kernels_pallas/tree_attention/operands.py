@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 
 class NewRows(NamedTuple):
-    """Keys and values of W tokens, to write to the slots from `slot[b]` to `slot[b] + W - 1`."""
+    """Keys and values of W tokens, to be written to the slots from `slot[b]` to `slot[b] + W - 1`."""
 
     k: Array  # [B, W, K, D]; keys
     v: Array  # [B, W, K, D]; values

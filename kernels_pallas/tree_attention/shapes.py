@@ -84,5 +84,5 @@ def attention_blocks(
 
 
 def is_flat(k: Array) -> bool:
-    """Return whether to read a cache as [B, S, D]: slots, instead of heads, share 32-bit words."""
+    """Return True if a cache is read as [B, S, D], so that slots instead of heads share 32-bit words."""
     return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

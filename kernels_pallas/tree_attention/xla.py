@@ -36,8 +36,8 @@ def tree_attention(operands: Operands) -> Array:
         scores = scores * per_slot(operands.k_scale)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
-    # f32[B, K, G, N, S]; if a query attends to no slot, its scores are all -inf. Subtract LOWEST from them instead of
-    # their maximum, which would result in NaN.
+    # f32[B, K, G, N, S]; if a query attends to no slot, its scores are all -inf. Subtract LOWEST from them, because
+    # subtracting their maximum would result in NaN.
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     lowest, sinks = LOWEST, operands.sinks
     if sinks is not None:

@@ -152,7 +152,7 @@ def part_of(text: str) -> slice:
       text: value of --part: I/N, with I from 0 to N - 1.
 
     Raises:
-      MarsError: the text has a different form.
+      MarsError: the text does not have this form.
 
     >>> list(range(7))[part_of("1/3")]
     [1, 4]
@@ -168,7 +168,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for runs with several processes to a parser."""
+    """Add to a parser the flags for runs with several processes."""
     group = parser.add_argument_group(
         "hosts", description="Several processes, with --mesh; on Cloud TPU and Slurm they find each other."
     )
@@ -227,13 +227,16 @@ OF_DRAFT = [
 
 
 class Present:
-    """Names of the flags and prompt keys that a user has set, such as `top_k`, `--top-k` and `--top-k 5`."""
+    """The flags and prompt keys that a user has set.
+
+    Each flag is stored as a key, as a flag, and as a flag with its value: `top_k`, `--top-k` and `--top-k 5`.
+    """
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[PromptRow] = ()):
         """
         Args:
           args: parsed arguments of any command; flags that the command does not have count as not set.
-          rows: prompts, whose keys count too.
+          rows: rows of the prompts file, whose keys count as set too.
         """
         self._args, self._rows = args, rows
         self._flags = {"--no-stream"} if getattr(args, "stream", None) is False else set()
@@ -279,13 +282,14 @@ class Present:
             self.refuse(names, f"without {alternatives}{explanation}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: DraftSpec, rule: RuleChoice) -> None:
-        """Raise MarsError for draft size, tree and stop flags that the drafter or the rule does not support."""
+        """Raise MarsError if the drafter or the rule does not support one of the flags that are set."""
         for names, trait, lack_reason in OF_DRAFT:
             if not getattr(draft.definition, trait):
                 cure = f"leave it out, or draft with {drafters_that(trait)}"
                 self.refuse(names, f"to --draft {draft.kind}, which {lack_reason}: {cure}")
         tree = self._args.tree
-        # A static tree is a tuple of the number of children per node at each depth. If all are 1, it is a chain.
+        # A static tree is a tuple with the number of children per node at each depth. If all of these are 1, it is a
+        # chain.
         is_dynamic = tree is not None and not isinstance(tree, tuple)
         if is_dynamic and not draft.definition.dynamic:
             cure = "give the children per node at each depth, such as 4-2-2-1"
@@ -303,5 +307,5 @@ class Present:
 
 
 def _holds(value: object) -> bool:
-    """Return whether a flag or a key is set. The number 0 is a value."""
+    """Return whether a flag or a key is set. A value of 0 counts as set."""
     return value is not None and value is not False and value != []

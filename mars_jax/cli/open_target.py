@@ -102,7 +102,9 @@ def check_file(path: str, shown: str) -> None:
 
 
 def check_draft(target: Pretrained, draft: DraftSpec) -> None:
-    """Check, without loading weights, that a draft exists and fits the target. Print a note if the tokenizers differ.
+    """Check, without loading weights, that a draft exists and that a draft model shares tokens with the target.
+
+    Print a note if the tokenizers differ.
 
     Raises:
       MarsError: the draft does not exist; see also `hub.outline` and `shared_tokens`.

@@ -45,8 +45,8 @@ class Parser(argparse.ArgumentParser):
     """Parser of every command. It accepts no abbreviations, because adding a flag could change their meaning.
 
     Args:
-      short: names of the arguments that `--help` shows; `--help-all` then shows all of them. If None, `--help` shows
-        all.
+      short: names of the arguments that `--help` shows; `--help-all` then shows every argument. If None, `--help` shows
+        every argument.
       options: additional arguments for `argparse.ArgumentParser`.
     """
 
@@ -285,6 +285,6 @@ def keep_compilations() -> None:
 
 
 def _discard(out: IO[str]) -> None:
-    """Redirect a stream that cannot be written to /dev/null, so that the flush at exit succeeds."""
+    """Redirect an unwritable stream to /dev/null, so that the flush at exit succeeds."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

@@ -22,7 +22,7 @@ WINDOW = 600.0
 
 @contextlib.contextmanager
 def heartbeat() -> Iterator[None]:
-    """Print the current activities every `SECONDS` if stderr is not a terminal.
+    """Print the current activities every `SECONDS` seconds if stderr is not a terminal.
 
     A separate thread prints them, because compilations can block the main thread for minutes.
     """

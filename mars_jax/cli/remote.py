@@ -1,4 +1,4 @@
-"""Reading of files from object stores by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
+"""Reading files from object stores by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
 
 from __future__ import annotations
 

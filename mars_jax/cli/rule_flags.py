@@ -1,4 +1,4 @@
-"""Flags that select a rule and its settings, shared by all commands, and printed tables of rules and drafters."""
+"""Flags that all commands share for selecting a rule and its settings, and tables of rules and drafters."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a number, and therefore not a file name."""
+    """Return whether a string is a number rather than a file name."""
     try:
         float(text)
     except ValueError:
@@ -135,7 +135,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
     help_text = "; ".join(f"{', '.join(rules)}: {text}" for text, rules in rules_by_text.items())
     if name == "theta":
         help_text += "; or a file that calibrate wrote, which also selects its rule"
-    # argparse applies % formatting to help texts.
+    # argparse applies % formatting to help strings.
     return help_text.replace("%", "%%")
 
 

@@ -48,7 +48,7 @@ def handle() -> None:
 
     Call it from the main thread before any slow work, such as imports.
     """
-    # A signal that is ignored, as under nohup, or that another program already handles keeps its handler.
+    # Do not replace the handler of a signal that is ignored (as under nohup) or that other code already handles.
     signal_numbers = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     read_end, _state.writing = os.pipe()
     # Python writes to the pipe inside the C handler of a signal, which must never block.
@@ -73,14 +73,14 @@ def _release(numbers: list[signal.Signals]) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Handle a signal in the main thread. Python writes a signal to the pipe only if it has a handler."""
+    """Handle a signal in the main thread. Python writes a signal to the pipe only if the signal has a handler."""
     if number == signal.SIGINT and _state.raises:
         raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def ending(action: Callable[[], str]) -> Iterator[None]:
-    """Call `action` if a signal ends the process inside the block.
+    """Call `action` if a signal that ends the process arrives inside the block.
 
     Args:
       action: saves unfinished work and returns the end of the line that begins with "interrupted" or "terminated". It
@@ -110,7 +110,7 @@ def stoppable() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, for a block that waits for a line of input."""
+    """Raise KeyboardInterrupt on Ctrl-C inside the block, which waits for a line of input."""
     # `stoppable` keeps `_watch` from ending the process at the first Ctrl-C.
     with stoppable():
         try:
@@ -158,7 +158,7 @@ def _end(number: signal.Signals) -> None:
 
 
 def _print(text: str) -> None:
-    """Restore the terminal and write the last line directly to stderr, because the main thread may hold its lock."""
+    """Restore the terminal and write the last line to file descriptor 2: the main thread may hold stderr's lock."""
     with contextlib.suppress(OSError, termios.error):
         # The kernel would stop a background process that changes the terminal's settings.
         if _state.terminal is not None and os.tcgetpgrp(0) == os.getpgrp():

@@ -1,8 +1,8 @@
 """Constraints on completions (patterns, JSON schemas, choices, allowed tokens), and spans that limit relaxation.
 
-A constraint does not depend on a model. `compiled` compiles constraints to tables for a vocabulary, which the decoding
-step reads on the device; see `core.guide`. The module `spans` defines the parts of a completion in which a lossy rule
-may relax.
+A constraint does not depend on a model. For a given vocabulary, `compiled` compiles constraints to tables, which the
+decoding step reads on the device; see `core.guide`. The module `spans` defines the parts of a completion in which a
+lossy rule may relax.
 
 >>> from mars_jax import constraints
 >>> constraints.regex(r"-?[0-9]+").automaton.matches("-12")

@@ -152,7 +152,7 @@ class _Pieces:
 
 
 def _is_nonempty(node: Node) -> bool:
-    """Return True unless a node matches only the empty string.
+    """Return False if a node matches only the empty string, and True otherwise.
 
     >>> _is_nonempty(Repeat(Sequence(()), 9, None)), _is_nonempty(Either(()))
     (False, True)

@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 
         Args:
           keys: for each row, a constraint or another key of `starts`, or None for no constraint.
-          states: for each row, the state of its own table in which the row begins. Default: the initial state.
+          states: for each row, a state of its own table, in which the row begins. Default: the table's initial state.
         """
         start_states, row_groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
         for row, key in enumerate(keys):
@@ -57,7 +57,7 @@ def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -
       vocabulary: the vocabulary of the model's tokenizer.
 
     Raises:
-      MarsError: a constraint has no table (see `Constraint.table`), or all tables together are too large.
+      MarsError: a constraint has no table (see `Constraint.table`), or the combined table would be too large.
 
     >>> voc = Vocabulary(tokens=(None, b"a", b"b", b"ab"))
     >>> made = compiled([Constraint("regex", "ab+"), None], voc)
@@ -78,7 +78,7 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
     """Join several tables into one. State 0 of each table becomes DEAD, and the other states are renumbered.
 
     Raises:
-      MarsError: all tables together are too large.
+      MarsError: the combined table would be too large.
     """
     num_states = 2 + sum(len(t.next) - 1 for t in tables.values())
     if num_states > 1 << 16:

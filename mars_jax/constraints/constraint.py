@@ -127,7 +127,7 @@ def regex(pattern: str) -> Constraint:
 def json_schema(
     schema: Mapping[str, object] | str | os.PathLike[str], *, compact: bool = False
 ) -> Constraint:
-    """Return a constraint that allows only JSON values that match a schema, in the format of `json.dumps`.
+    """Return a constraint that allows only values that match a JSON schema, formatted as `json.dumps` writes them.
 
     Args:
       schema: the schema as an object, as JSON, or as the path of a JSON file. Properties are written in the schema's

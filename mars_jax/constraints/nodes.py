@@ -59,7 +59,7 @@ class Either(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A part that is repeated `least` to `most` times; None sets no maximum."""
+    """A part that is repeated `least` to `most` times; None means no maximum."""
 
     part: Node
     least: int

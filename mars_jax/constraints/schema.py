@@ -298,8 +298,8 @@ class _Writer:
                     "properties, or leave it out."
                 )
         if not properties:
-            # By default, an object without `properties` may have any properties, and an object with empty `properties`
-            # has none.
+            # By default, any properties are allowed if the schema has no `properties`, and none if its `properties` is
+            # empty.
             extra_schema = keywords.get("additionalProperties", properties is None)
             if extra_schema is False:
                 return text("{}")
@@ -376,7 +376,7 @@ def _unexpected(name: str, value: object, where: str, expected: str) -> MarsErro
 
 
 def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
-    """Merge a schema with `beside`, the keywords next to the `$ref`, `allOf` or `anyOf` that contains the schema."""
+    """Merge a schema with `beside`, the keywords next to the `$ref`, `allOf` or `anyOf` that includes the schema."""
     keywords = _keywords(schema, where)
     # Values must satisfy both schemas. A keyword in both would need an intersection, which is only supported for
     # `type`, below.

@@ -38,7 +38,7 @@ class TokenTable(NamedTuple):
     classes: np.ndarray  # u16[V]; class of each token
     accepting: np.ndarray  # bool[S]; True if the text may end in this state
     forced: np.ndarray  # i32[S]; first token of the text that must follow, or NO_TOKEN if no text is forced
-    strict: np.ndarray  # bool[S]; True if rules must not relax in this state, see `constraints.spans`
+    strict: np.ndarray  # bool[S]; True if verification in this state is strict; see `constraints.spans`
 
     @property
     def allowed(self) -> np.ndarray:
@@ -65,7 +65,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
         raise MarsError(
             "the constraint matches no text that this vocabulary's tokens can spell: allow other characters."
         )
-    # Remove states from which bytes lead to an accepting state but no sequence of tokens does.
+    # Remove states from which some bytes, but no sequence of tokens, lead to an accepting state.
     if not alive[1:].all():
         next = np.where(alive[next], next, DEAD).astype(np.uint16)
         next[~alive] = DEAD
@@ -115,7 +115,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
         token_maps[unfinished] = pair_maps[pair_index.reshape(-1)]
     token_maps[lengths == 0] = dead_map
     used_maps, classes = np.unique(np.concatenate([[dead_map], token_maps]), return_inverse=True)
-    # `dead_map` has the number 0, so it becomes class 0.
+    # `dead_map` is map 0, so it becomes class 0.
     next = np.stack([state_maps[i] for i in used_maps.tolist()], axis=1)
     return next, classes.reshape(-1)[1:].astype(np.uint16)
 

@@ -33,7 +33,7 @@ class Vocabulary:
 
     @functools.cached_property
     def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """The padded bytes of every token, u8[V, L], and its number of bytes, i32[V], which is 0 without text."""
+        """The padded bytes of every token, u8[V, L], and its number of bytes, i32[V]; 0 for tokens without text."""
         pieces = [token or b"" for token in self.tokens]
         lengths = np.asarray(list(map(len, pieces)), np.int32)
         padded_bytes = np.zeros((len(pieces), max(1, int(lengths.max(initial=0)))), np.uint8)

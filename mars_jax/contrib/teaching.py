@@ -20,7 +20,7 @@ Loss = Callable[[PyTree, Any, PyTree], tuple[Array, Mapping[str, Array]]]
 
 
 class Training(NamedTuple):
-    """The setup from which `fit` trains a drafter or a rule."""
+    """The functions, data and settings that `fit` needs to train a drafter or a rule."""
 
     init: Callable[[], PyTree]  # function that returns the initial params, in float32
     loss: Loss
@@ -67,7 +67,7 @@ class Lesson(NamedTuple):
 
 
 def document_mask(segments: Array) -> Array:
-    """Return the mask bool[B, L, L] with which a token attends to itself and to earlier tokens of its document.
+    """Return the mask bool[B, L, L] that lets each token attend to itself and to earlier tokens of its document.
 
     >>> document_mask(jnp.asarray([[0, 0, 1]]))[0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
@@ -78,14 +78,17 @@ def document_mask(segments: Array) -> Array:
 
 
 def in_documents(segments: Array) -> Visible:
-    """Return the visibility of rows that start at position 0 and contain the documents of segments i32[B, L]."""
+    """Return the visibility of packed rows that start at position 0.
+
+    `segments` i32[B, L] contains the document number of each token.
+    """
     batch, length = segments.shape
     visible = Visible.causal(jnp.zeros((batch,), jnp.int32), length)
     return dataclasses.replace(visible, seen=document_mask(segments), documents=segments)
 
 
 def forward_packed(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
-    """Run a model on rows of tokens i32[B, L] that contain the documents of segments i32[B, L].
+    """Run a model on packed rows: tokens i32[B, L], and `segments` i32[B, L], the number of each token's document.
 
     Attention and recurrent layers do not cross the boundaries of documents.
     """

@@ -121,7 +121,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     axis_sizes: dict[str, int] = {}
     for axis_text in text.split(","):
         name, _, size_text = (piece.strip() for piece in axis_text.partition("="))
-        # `int` raises an error for more than 4,300 digits, and nine digits are enough for a number of devices.
+        # `int` raises an error for more than 4,300 digits, and no mesh has a billion devices.
         is_whole = size_text.isascii() and size_text.isdigit() and len(size_text) < 10
         if name not in _ROLES or name in axis_sizes or not is_whole or not int(size_text):
             raise MarsError(
@@ -172,8 +172,8 @@ def current() -> AbstractMesh | None:
 def device_kind() -> str:
     """Return JAX's name for the kind of device that the current program is traced for.
 
-    The device is taken from the current mesh if there is one, otherwise it is the default device. The devices of an
-    abstract mesh, which `plan` uses, need not be on this machine.
+    The device comes from the current mesh; without a mesh, it is the default device. The devices of an abstract mesh,
+    which `plan` uses, need not be on this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return device.device_kind
@@ -198,7 +198,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Map `function(params, *rows)` over the `data` axis of the current mesh.
 
     The first dimension of all arrays in `rows` and in the result is B, which is sharded over `data`. Rows are
-    independent, so devices along `data` need not communicate, and a loop ends on each device when its own rows are
+    independent, so devices along `data` need not communicate, and each device leaves a loop as soon as its own rows are
     done. XLA partitions the program over the other axes according to the sharding of the weights. Without a mesh,
     `function` is called directly.
 
@@ -262,8 +262,8 @@ Axes = tuple[str | None, ...]
 def logical_axes(x: object) -> Axes | None:
     """Return the logical axis of each dimension of the arrays in a container, or None if the container declares none.
 
-    Logical axes are keys of `RULES`. A cache whose arrays are sharded along more than the rows declares them in an
-    attribute `logical_axes`.
+    Logical axes are keys of `RULES`. If the arrays of a cache are also sharded along dimensions other than the rows,
+    the cache lists their axes in an attribute `logical_axes`.
     """
     return getattr(x, "logical_axes", None)
 
@@ -277,7 +277,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     """Return the `NamedSharding`s of a `DecodeState`, or of any tree of arrays whose first axis is the batch.
 
     Args:
-      state: arrays or their shapes. A cache may declare further sharded axes, such as its heads.
+      state: arrays or their shapes. A cache may declare additional sharded axes, such as its heads.
 
     Raises:
       MarsError: the number of rows is not divisible by the size of the mesh axis `data`, or a mesh axis has no role.
@@ -325,8 +325,8 @@ def _hold(x: Array, axes: Axes | None) -> Array:
 def hold_heads(buffer: PyTree) -> PyTree:
     """Shard keys or values [B, S, K, ...] by heads, or replicate them if the number of devices does not divide K.
 
-    Without this constraint, XLA would shard heads that do not divide evenly over only some of the devices, and move the
-    whole buffer between devices.
+    Without this constraint, if the heads do not divide evenly, XLA would shard them over only some of the devices, and
+    move the whole buffer between devices.
     """
     return jax.tree.map(lambda x: _hold(x, (None, None, "kv_heads")), buffer)
 
@@ -356,8 +356,8 @@ def _ready() -> AbstractMesh | None:
     """Return the current mesh if its other axes can be mapped manually, as inside `by_rows`; otherwise None."""
     mesh = current()
     data_axes = set(names_of("data", mesh))
-    # Exactly the row axes must be mapped already. Outside of `by_rows` no axis is mapped; inside `map_devices` all axes
-    # are.
+    # The row axes must already be mapped, and no others. Outside of `by_rows` no axis is mapped; inside `map_devices`
+    # all axes are.
     if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data_axes:
         return None
     return mesh
@@ -379,7 +379,7 @@ def devices_of(logical: str, size: int) -> int:
 def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
     """Return the mesh axes that shard a logical axis of this size in the current trace; () if it is replicated.
 
-    Return None on a single device, or outside of `by_rows`, where axes cannot be mapped manually.
+    Return None if axes cannot be mapped manually: on a single device, and outside of `by_rows`.
     """
     mesh = _ready()
     if mesh is None:

@@ -104,7 +104,7 @@ def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
 
 
 def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
-    """Write B * N rows with one scatter; a TPU would lower slice updates to a loop over the batch."""
+    """Write B * N rows with one scatter, because slice updates would become a loop over the batch on a TPU."""
     # Node i of row b is written to buffer[b, start[b] + i]. These indices are unique and sorted, as the flags below
     # state.
     batch_row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
@@ -115,7 +115,7 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
 
 
 def _is_short(buffer: Array) -> bool:
-    """Return True if each token has fewer values than a TPU has lanes (128), as in the scales of int8 rows.
+    """Return True if each token has fewer values than a TPU has lanes (128); the scales of int8 rows are an example.
 
     A scatter or gather of such rows would pad each of them to 128 lanes and copy the whole buffer into that layout. A
     select over all slots keeps the layout that attention reads, with the slots along the lanes.
@@ -181,7 +181,7 @@ def commit_path(cache: PyTree, start: Array, path: Array) -> PyTree:
 def put_rows(cache: PyTree, rows: Array, new: PyTree) -> PyTree:
     """Replace the batch rows `rows` i32[b] of a cache with those of `new`, in place under jit.
 
-    The first axis of every leaf is the batch. Row numbers must be unique; those of B or more are ignored.
+    The first axis of every leaf is the batch. Row numbers must be unique. Rows of `new` with a number >= B are dropped.
 
     >>> old, new = jnp.zeros((3, 2)), jnp.ones((2, 2))
     >>> put_rows(old, jnp.asarray([2, 3]), new)[:, 0].tolist()

@@ -113,7 +113,7 @@ def one_per_row(name: str, value: PerRow, batch: int, dtype: DTypeLike) -> Array
         )
     # A small positive number may round to 0 in float32.
     _SETTINGS[name].check(typed_value)
-    # Broadcast in NumPy, which compiles nothing.
+    # Broadcast in NumPy, because jnp would compile a program.
     return jax.device_put(np.broadcast_to(typed_value, (batch,)), may_alias=False)
 
 
@@ -185,7 +185,7 @@ def pad_controls(controls: Controls, state: Controls) -> Controls:
             )
 
     def padded(values: Array, like: Array, noun: str, fill: float) -> Array:
-        # The state's width is part of its compiled program, so new rows adapt to it.
+        # The compiled program depends on the state's width, so pad new rows to this width.
         extra_columns = like.shape[1] - values.shape[1]
         if extra_columns < 0:
             raise MarsError(

@@ -213,8 +213,8 @@ def stream(
 
     Args:
       decoder, params, state: as for `run`.
-      ahead: number of steps by which the host lags behind the device. 0 waits for each step before starting the next
-        one, and yields no steps past the end. Default: `look_ahead(state)`.
+      ahead: number of steps by which the host lags behind the device. With 0, the host waits for each step before it
+        starts the next one, and no steps past the end are yielded. Default: `look_ahead(state)`.
 
     Returns:
       An iterator over pairs `(state, info)`: the state after each step, and the `StepInfo` of the step.

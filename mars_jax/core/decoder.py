@@ -111,7 +111,7 @@ class Decoder:
           rows: i32[b]; the row of the state for each prompt, or -1 to skip the prompt. Rows must not repeat. On a mesh
             with data=d, `rows` and the state are each split into d equal parts, and the i-th part of `rows` may only
             contain rows in the i-th part of the state.
-          prompts: b prompts, whose arrays are at most T wide.
+          prompts: b prompts, padded to at most T tokens.
           read: a state of b rows that has already read these prompts. Allowed only if the mesh does not shard rows.
 
         Raises:
@@ -228,7 +228,7 @@ class Decoder:
             self.target,
             params.target,
             prompts.tokens,
-            # Cache the tokens [0, length - 1). The prompt's last token is the root of the first step, which caches it.
+            # Cache the tokens [0, length - 1). The first step caches the prompt's last token, the root of its tree.
             jnp.zeros_like(prompts.length),
             prompts.length - 1,
             # The cache needs N extra slots: a step writes the N nodes of a draft from slot `length - 1` on, even if the
@@ -281,11 +281,11 @@ class Decoder:
         is_same = (tokens == state.tokens) & (position < jnp.minimum(state.length, length)[:, None])
         num_common = leading(is_same)
         # A draft head's cache entry for the last common token depends on the token after it, so a drafter that reads
-        # the target rereads this one token.
+        # the target's features rereads this one token.
         reread = int(self.drafter.reads is not None)
         # The cache does not contain the last committed token. It will not contain the prompt's last token either,
-        # because that token is the root of the next step. So keep the target's cache up to `first_unread`, and read
-        # [first_unread, length - 1).
+        # because that token is the root of the next step's tree. So keep the target's cache up to `first_unread`, and
+        # read [first_unread, length - 1).
         first_unread = jnp.minimum(num_common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
         first_unread = jnp.maximum(first_unread, 0)
         if self.target.keep is not None:

@@ -127,7 +127,7 @@ class Drafter:
         Args:
           params, state: the weights and the drafter's state.
           tokens: i32[B, T]; the prompts.
-          first: i32[B]; the first of the chunk's n positions. Ignore positions from `length` - 1 on.
+          first: i32[B]; the first of the chunk's n positions. Ignore positions from `length` - 1 onwards.
           length: i32[B]; lengths of the prompts.
           output: the target's output at the positions of the chunk.
         """

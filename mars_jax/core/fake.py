@@ -31,8 +31,8 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
       seed: selects the hash function, so that models with different seeds disagree.
       scale: half the range of the logits, which are roughly uniform in `[0, 2 * scale)`.
       agree: weight in [0, 1] of a component of the logits that is the same for all seeds. If the weight is high, one
-        such model accepts many of the tokens that another drafts, as a real target accepts many of its draft model's
-        tokens.
+        such model accepts many of the tokens that another drafts, just as a real target accepts many of its draft
+        model's tokens.
 
     >>> hash_model(vocab_size=7).vocab_size
     7

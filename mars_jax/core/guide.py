@@ -77,7 +77,7 @@ class Guide:
         return jnp.where(tokens < 0, FREE, next_states)
 
     def along(self, tree: DraftTree) -> Array:
-        """Return the state after each node of a tree, i32[B, N]; DEAD from the first forbidden token of a path on."""
+        """Return the state after each node of a tree, i32[B, N]; DEAD from a path's first forbidden token onwards."""
         if tree.is_chain:
             # In a chain, node i follows node i - 1, so each state is computed from the previous one.
             states = [self.state[:, None]]

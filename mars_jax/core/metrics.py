@@ -88,7 +88,7 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
       info: the result of the step.
       length: i32[B]; number of committed tokens after the step.
     """
-    # A row that emits no token has finished, or ends in this step without a token.
+    # A row that emits no token was already finished, or finishes in this step.
     is_live = info.num_emitted > 0
     # A stop token or the limit may truncate the accepted path.
     num_accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)

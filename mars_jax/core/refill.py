@@ -32,7 +32,7 @@ class _Advancing(NamedTuple):
     state: DecodeState
     stats: DecodeStats
     steps: Array  # i32[]; number of steps so far
-    num_done: Array  # i32[]; number of rows on all devices that are done
+    num_done: Array  # i32[]; number of finished rows on all devices
 
 
 def _check(
@@ -152,5 +152,5 @@ def _refill(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def end(state: DecodeState, rows: Array) -> DecodeState:
-    """Mark the rows for which `rows` bool[B] is True as done. `state` is donated."""
+    """Mark as done the rows for which `rows` bool[B] is True. `state` is donated."""
     return dataclasses.replace(state, done=state.done | rows)

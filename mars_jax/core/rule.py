@@ -33,7 +33,7 @@ class Evidence:
 
     Row i of the logits is p(. | tokens up to node i), so a node's token is judged by the logits of its parent. In the
     example, the target's most probable token after the root is 1, which is also the token of node 1. Its most probable
-    token after node 1 is 3, but node 2 has the token 2.
+    token after node 1 is 3, but the token of node 2 is 2.
 
     >>> from mars_jax.core.tree import at_parent, chain
     >>> tree = chain(jnp.asarray([[0, 1, 2]], jnp.int32))
@@ -128,10 +128,10 @@ _VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 class Rule:
     """The base class of verification rules, which map `Evidence` to a `Verdict` and an updated rule.
 
-    A rule is a frozen pytree, declared with `struct.dataclass`. Its structure (such as the class, the margin and the
-    base) is static and determines the compiled program. Its parameters are leaves with one value or one value per row;
-    during a step they are [B]. A rule stores its per-row state in leaves and returns an updated copy of itself. The
-    attributes below are defaults, which subclasses may override with class attributes or properties.
+    A rule is a frozen pytree, declared with `struct.dataclass`. Its structure, which includes the class, the margin and
+    the base, is static and determines the compiled program. Its parameters are leaves with one value or one value per
+    row; during a step they are [B]. A rule stores its per-row state in leaves and returns an updated copy of itself.
+    The attributes below are defaults, which subclasses may override with class attributes or properties.
 
     >>> import dataclasses
     >>> from mars_jax import verify
@@ -323,7 +323,7 @@ def check_array(
       value: the returned value, or a part of it.
       dtype: the expected dtype; "floating" allows any floating-point dtype.
       shape: the expected shape.
-      place: prefix in the message, which names the part of the returned value.
+      place: in the message, the prefix that names the checked part of the returned value; "" for the whole value.
     """
     is_array = isinstance(value, Array | np.ndarray | np.generic) and value.shape == shape
     if dtype == "floating":
@@ -353,7 +353,7 @@ def _path_name(path: jax.tree_util.KeyPath) -> str:
 
 
 def wrong_result(rule: Rule, method: str, returned: str, expected: str | None = None) -> MarsError:
-    """Return the error for a method of a rule that returned a value of the wrong type, shape or dtype."""
+    """Return the error for a rule whose method returned a value of the wrong type, shape or dtype."""
     function = getattr(type(rule), method)
     return MarsError(
         f"the rule {type(rule).__name__} fails in {location_of(function)}: {method} returned {returned}; expected "

@@ -164,8 +164,8 @@ class _Bounds(NamedTuple):
 def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds:
     """Find two neighbouring floats, mapped by `_to_order`, between which `holds` changes from True to False.
 
-    `holds` must be True at -inf, False at `high`, and change once. At most 32 passes over the vocabulary bisect the
-    2**32 floats, which is exact and several times cheaper than sorting.
+    `holds` must be True at -inf, False at `high`, and change once. Bisecting the 2**32 floats takes at most 32 passes
+    over the vocabulary. It is exact, and several times cheaper than sorting.
     """
     # The interval of rows without the filter is empty from the start, so they need no pass.
     low = jnp.where(use[:, None], jnp.full_like(high, _NEG_INF_ORDER), high)
@@ -190,8 +190,8 @@ def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds
 
 def _to_order(x: Array) -> Array:
     """Map float32 to int32 so that the order is preserved."""
-    # The bits of positive floats, read as integers, are in the same order, and those of negative floats in reverse
-    # order. Flip all bits of negative floats except the sign.
+    # Read as integers, the bits of positive floats are in the same order as the floats, and those of negative floats
+    # are in reverse order. So flip all bits of negative floats except the sign.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -205,8 +205,8 @@ def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> 
     """Sample one token per node, i32[B, N], from raw logits f32[B, N, V]. Greedy rows return the argmax.
 
     The random number of node i in row b depends only on `keys[b]` (key[B]) and `positions[b, i]`. A row therefore
-    produces the same tokens in any batch, and a position gets the same token under any draft. If all rows are greedy,
-    only the argmax is computed.
+    produces the same tokens in any batch, and a position gets the same token whatever the draft. If all rows are
+    greedy, only the argmax is computed.
 
     >>> from mars_jax.core.controls import make_controls
     >>> keys, positions = jax.random.split(jax.random.key(0), 1), jnp.asarray([[4]])

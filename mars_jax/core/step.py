@@ -99,7 +99,7 @@ def score_tree(
     are 0. On an accelerator the padding costs almost nothing, so only the full forward pass is compiled.
 
     Args:
-      drafter: the drafter that has drafted the tree.
+      drafter: the drafter that drafted the tree.
       target, params, state: the target, the weights and the state before the step. The root is at `state.length - 1`,
         the first position that is not cached.
       tree: the draft.
@@ -178,9 +178,9 @@ def judge(
 def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Truncate a verdict before the first forbidden token, and sample the next token from the target instead.
 
-    Bans and constraints therefore hold for all rules, including randomized rules and users' rules, and a step still
-    adds a token. A `next_token` with a logit of -inf is also replaced by a sample from the target. Lossless rules never
-    choose such nodes or tokens.
+    Bans and constraints therefore hold for all rules, including randomized rules and users' rules, and every step still
+    adds at least one token. A `next_token` with a logit of -inf is also replaced by a sample from the target. Lossless
+    rules never choose such nodes or tokens.
     """
     accepted, position = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
     # Edge d leads from path[d] to path[d + 1]. The rule accepted only the first `accepted` edges.
@@ -219,7 +219,7 @@ def emit(
       tree: the draft.
       verdict: the rule's verdict on the draft.
       logits: f32[B, N, V]; the target's raw logits.
-      decided: f32[B, N, V]; the target's logits after edits and constraints, which the rule used.
+      decided: f32[B, N, V]; the logits that the rule used: the target's, after edits and constraints.
       trusted: i32[B]; number of accepted trusted tokens, or None if the drafter does not mark trusted nodes.
       ended: bool[B]; True if the row's constraint allows no token after the accepted path. None without a constraint.
       num_top: number of most probable tokens in `StepInfo.top`; 0 for none.

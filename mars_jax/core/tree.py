@@ -136,7 +136,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         path.append(node)
         relaxed_edges.append(is_relaxed)
     path = jnp.stack(path, axis=1)
-    # A path repeats its last node after its end, so every change of the node is an accepted edge.
+    # Beyond its end, a path repeats its last node, so an edge was accepted wherever consecutive nodes differ.
     is_accepted = path[:, 1:] != path[:, :-1]
     relaxed_edge = jnp.stack(relaxed_edges, axis=1) if relaxed_edges else jnp.zeros((batch, 0), bool)
     return path, jnp.sum(is_accepted, axis=1, dtype=jnp.int32), relaxed_edge

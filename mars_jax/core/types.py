@@ -330,13 +330,13 @@ class LanguageModel(NamedTuple):
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
-    # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, and ignore row numbers of B or more.
+    # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, except row numbers >= B.
     # Only targets need this function, because the leaves of drafter states are always [B, ...].
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
     prefill_chunk: int | None = None  # prompt tokens per forward pass; None for `prefill.chunk_of`
     # The next two fields are only set by recurrent models, whose cache cannot drop arbitrary tokens.
     # (nodes, prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward pass, if it
-    # had at most `nodes` nodes, and that has room for the last window of a prompt to end past the token buffer
+    # had at most `nodes` nodes. The cache is large enough for a prefill window that ends past the token buffer.
     for_chains: Callable[[int, int | None], LanguageModel] | None = None
     # (cache, count i32[B]) -> number of cached tokens, i32[B], that can be reused if only the first `count` are still
     # valid

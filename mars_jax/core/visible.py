@@ -17,9 +17,9 @@ from mars_jax.core import struct
 class Visible:
     """The cache slots to which each of N nodes attends, and the slots to which the rows of the nodes are written.
 
-    Every slot before `first` is committed, contains the token at the position with the same number, and is visible to
-    all nodes. Row r is slot `first + r`, and node i attends to it if `seen[b, i, r]` is True. A slot that no node
-    attends to is never read. Kernels use this description directly; `dense` builds the mask for other code.
+    Every slot s before `first` is committed, contains the token at position s, and is visible to all nodes. Row r is
+    slot `first + r`, and node i attends to it if `seen[b, i, r]` is True. A slot that no node attends to is never read.
+    Kernels use this description directly; `dense` builds the mask for other code.
 
     In the example, one token is cached, and the root of a draft has two children, which do not attend to each other.
 
@@ -44,7 +44,7 @@ class Visible:
 
     @staticmethod
     def causal(first: Array, n: int) -> Visible:
-        """Return the causal pattern of n consecutive tokens. Token i has the position and slot `first + i`."""
+        """Return the causal pattern of n consecutive tokens. Token i has position and slot `first + i`."""
         positions = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
         return Visible(first=first, positions=positions, slot=first)
 

@@ -55,8 +55,8 @@ def load(
         or "dynamic". The default is `Dynamic()` for EAGLE, a dynamic tree as deep as the block for DFlash, and a chain
         for all other drafters. EAGLE and DFlash also default to a chain if a chain length is given, or if the target is
         a mixture of experts or has recurrent layers.
-      sample: sample the draft tokens from the drafter's distribution q, and pass q to `verify.rejection`. EAGLE then
-        drafts a chain by default, of 5 tokens unless a length is given.
+      sample: sample the draft tokens from the drafter's distribution q, and pass q to `verify.rejection`. The default
+        for EAGLE is then a chain, of 5 tokens unless a length is given.
       dtype: dtype of the drafter's weights; default: the checkpoint's for a model, the target's for heads.
       draft_size: "fixed" or "auto". With "auto", each step drafts the full chain, half of it or nothing, whichever is
         estimated to be fastest; see `drafters.sized`. "auto" is available for n-grams, replay, and chains of models,

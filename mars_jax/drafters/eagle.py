@@ -1,7 +1,7 @@
 """A drafter that runs an EAGLE head on the target's features. It drafts chains, static trees and dynamic trees.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N nodes, D depth, T token buffer, E hidden
-size. Tested against the head run over all committed tokens from an empty cache (tests/drafters/test_eagle.py).
+size. Tested against running the head over all committed tokens from an empty cache (tests/drafters/test_eagle.py).
 
 Invariant: slots `[0, length - 1)` of the head's KV cache are valid and were all computed from the target's features.
 `feature` is the head's output at the last of these slots; the first draft token is predicted from it. While drafting,
@@ -224,7 +224,7 @@ def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
         dtype=arguments.heads_dtype,
         head_embed=arguments.head_embed,
     )
-    # On a CPU use float32, as in `hub.load`, because XLA's CPU backend would convert a bfloat16 cache to float32 in
+    # On a CPU, use float32, as in `hub.load`, because XLA's CPU backend would convert a bfloat16 cache to float32 in
     # every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else str(params["fc"].dtype)
 

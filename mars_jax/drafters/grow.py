@@ -82,15 +82,15 @@ def grow(
         from. Siblings are drawn without replacement and stored in the order in which they were drawn.
       growth: logits, carry and functions of the drafter.
       root: i32[B, 1]; the last committed token.
-      keys: key[B]; random keys, different in every step.
+      keys: key[B]; random keys, which must change from step to step.
       controls: sampling controls of the requests. A node gets no children if the square root of the drafter's entropy
         at that node exceeds `controls.draft_stop`.
       guide: an output constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
 
     Returns:
-      The tree, the cache rows of its nodes i32[B, N], and the carry. The root has row 0. An extended node has 1 + the
-      row to which its keys and values were written, counted from `growth.first`. The rows of nodes that were not
-      extended are unspecified.
+      The tree, the cache rows of its nodes i32[B, N], and the carry. The root has row 0, and an extended node whose
+      keys and values are in slot `growth.first + r` has row 1 + r. The rows of nodes that were not extended are
+      unspecified.
     """
     steering = Steering(growth, sample, guide)
     if isinstance(shape, Dynamic):
@@ -135,7 +135,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
         is_end = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         if steering.sample:
             q_logits = process(logits, controls)
-            # The keys differ in every step. Fold in the depth, so that the draws of the levels are independent.
+            # The keys change from step to step. Fold in the depth, so that the levels are drawn independently.
             level_keys = _level_keys(keys, depth)
             # A chain has one node per level, so the node index is always 0.
             node_index = jnp.zeros((batch, 1), jnp.int32)
@@ -145,7 +145,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
     root_states = steering.first
     first_tokens, first_logits = draft_next(1, growth.logits, growth.carry, root_states)
 
-    # All levels have the same shapes, so the scan compiles one extension for any chain length.
+    # All levels have the same shapes, so a scan compiles `extend` only once, whatever the length of the chain.
     def body(level: _ChainLevel, depth: Array) -> tuple[_ChainLevel, tuple[Array, Array | None]]:
         # The node at depth d has slot and position `first + d - 1`; its parent is the only node of the previous level.
         slot = growth.first + depth - 1
@@ -291,9 +291,9 @@ class _Extended(NamedTuple):
 def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, controls: Controls) -> Grown:
     """Grow a tree whose shape follows the drafter's confidence.
 
-    In a sampled tree, whether a candidate is kept must not depend on its token, or the kept tokens would not be samples
-    from q. So a candidate's rank does not depend on its own token. The ranks of its descendants and later siblings do
-    depend on that token, but they are never higher than its own.
+    In a sampled tree, whether a candidate is kept must not depend on its token; otherwise, the kept tokens would not be
+    samples from q. So a candidate's rank does not depend on its own token. The ranks of its descendants and later
+    siblings do depend on that token, but they are never higher than its own.
     """
     growth, k, batch = steering.growth, shape.top_k, root.shape[0]
 
@@ -333,7 +333,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     # arrays have one unused row because they must not be empty.
     row_depths = 1 + np.arange(max(shape.rows, 1)) // k
 
-    # All levels have the same shapes, so the scan compiles one extension.
+    # All levels have the same shapes, so a scan compiles `extend` only once.
     def body(level: _TreeLevel, depth: Array) -> tuple[_TreeLevel, _Extended]:
         row = (depth - 1) * k
         seen_rows = _seen(level.seen, level.parents, row)
@@ -407,7 +407,7 @@ def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree
     Return the tree and the numbers of the kept candidates, i32[B, N - 1].
     """
     batch, n = root.shape[0], shape.num_nodes
-    # A child ranks at most as high as its parent, and top_k breaks ties in favour of the lower number, which is the
+    # A child never ranks higher than its parent, and top_k breaks ties in favour of the lower number, which is the
     # parent's. So the selected candidates form a tree, and if they are sorted by number, parents precede their
     # children.
     kept_ids = jnp.sort(lax.top_k(candidates.ranks, n - 1)[1], axis=1)

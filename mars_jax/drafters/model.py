@@ -1,7 +1,8 @@
-"""A drafter that runs a small language model. It drafts chains, static trees or dynamic trees, greedy or sampled.
+"""A drafter that runs a small language model. Its chains, static trees and dynamic trees are greedy or sampled.
 
 Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes, V
-vocabulary. Tested against the same model run from an empty cache in every step (tests/drafters/test_model.py).
+vocabulary. Tested against the same model, whose cache is rebuilt from scratch in every step
+(tests/drafters/test_model.py).
 
 Invariant: slots `[0, length - 2)` of the draft model's KV cache are valid. Leaves are drafted but never fed to the
 model, so if a draft is fully accepted, its last token is missing from the cache. Each step therefore begins by feeding
@@ -103,7 +104,8 @@ class DraftModel(ShapedDrafter):
 
     def _unembed(self, params: Params, hidden: Array) -> Array:
         logits = self._model.unembed(params.draft, hidden)
-        # With a different tokenizer, keep the logits in the draft vocabulary. `grow` maps them to the target's.
+        # With a different tokenizer, keep the logits in the draft vocabulary: `grow` converts tokens and logits to the
+        # target's vocabulary.
         padding = self._vocab - self.model.vocab_size
         if self.own_tokens or padding == 0:
             return logits
@@ -159,7 +161,7 @@ class DraftModel(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> ModelState:
-        # The keys and values of a chain are already in token order, so none have to be moved.
+        # The keys and values of a chain are already in token order, so there is nothing to move.
         if state.rows is None:
             return state
         # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so `commit` can treat them

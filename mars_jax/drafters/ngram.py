@@ -76,10 +76,10 @@ def check_lengths(min_ngram: int, max_ngram: int) -> None:
 
 
 def expected(matched: Array) -> Array:
-    """Return the expected acceptance rate f32[B] of a draft after a match of i32[B] tokens; 0 without a match.
+    """Return the expected acceptance rate f32[B] of drafts that follow matches of length `matched` i32[B].
 
-    Drafts after longer matches are accepted more often. The numbers are rough priors, which `drafters.sized` corrects
-    with the observed acceptance rate.
+    The rate is 0 without a match, and higher after longer matches. The numbers are rough priors, which `drafters.sized`
+    corrects with the observed acceptance rate.
 
     >>> [round(x, 2) for x in expected(jnp.asarray([0, 1, 2, 6])).tolist()]
     [0.0, 0.3, 0.55, 0.8]
@@ -106,8 +106,8 @@ def lookup(
     has_match, start, match_length = longest_match(
         tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
     )
-    # The tokens from the match to the end are one period of a repetition. After its last token, continue with its
-    # first.
+    # Treat the tokens from the match to the end as one period of a repetition: after its last token, continue with
+    # its first.
     period = jnp.maximum(length - start, 1)
     offsets = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
     draft = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + offsets, tokens.shape[1] - 1), axis=1)
@@ -117,7 +117,9 @@ def lookup(
 def longest_match(
     tokens: Array, length: Array, past: Array, past_length: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
-    """Find each row's longest suffix that also occurs in `past`, followed by another token, and its last occurrence.
+    """Find each row's longest suffix that also occurs in `past`, and locate its last occurrence.
+
+    An occurrence counts only if another token follows it.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.
@@ -149,7 +151,7 @@ def longest_match(
 
 
 def load_ngram(arguments: Asked) -> LoadedDrafter:
-    """Make an `ngram` drafter of the requested length."""
+    """Make an `ngram` drafter that drafts chains of the requested length."""
     return LoadedDrafter(ngram(arguments.chain), ())
 
 

@@ -93,7 +93,7 @@ class DraftDefinition:
 
     @property
     def trusts(self) -> bool:
-        """True if the drafter accepts some of its draft tokens itself, so that no rule is lossless with it."""
+        """True if the drafter itself accepts some of its draft tokens, which makes every rule lossy."""
         return self.cls.trusts is True
 
     @property
@@ -207,12 +207,12 @@ def draft_words(names: Iterable[str] | None = None) -> str:
 
 
 def drafters_that(capability: str) -> str:
-    """Return `draft_words` for the drafters that have a capability, such as "trees"."""
+    """Return `draft_words` for the drafters that have a given capability, such as "trees"."""
     return draft_words(names_that(capability))
 
 
 def names_that(capability: str) -> list[str]:
-    """Return the names of the drafters that have a capability, such as "learns"."""
+    """Return the names of the drafters that have a given capability, such as "learns"."""
     return [name for name, entry in definitions().items() if getattr(entry, capability)]
 
 

@@ -1,4 +1,4 @@
-"""Drafting with a model whose tokenizer differs from the target's, restricted to the tokens that both share.
+"""Drafting with a model whose tokenizer differs from the target's, restricted to tokens in both vocabularies.
 
 Source: token-level intersection (TLI), Timor et al. 2502.05202. B batch, N nodes, U draft vocabulary, V target
 vocabulary. Tested against the model itself, run token by token in Python (tests/drafters/test_shared_tokens.py).
@@ -32,7 +32,7 @@ class Shared(NamedTuple):
     """`Params.draft` for a draft model with a different tokenizer. The tables are replicated on every device."""
 
     weights: PyTree  # weights of the draft model; None before they are added to the tables
-    ids: Array  # i32[U]; target token id of each draft token id; NO_TOKEN if the target lacks it
+    ids: Array  # i32[U]; target token id for each draft token id; NO_TOKEN if the target lacks it
     fed: Array  # i32[V]; draft token id to feed for each target token id
 
     @property
@@ -43,7 +43,10 @@ class Shared(NamedTuple):
 
 @functools.lru_cache
 def translated(model: LanguageModel) -> LanguageModel:
-    """Wrap a model to take `Shared` params and target token ids. Tokens that are not shared get logits of -inf."""
+    """Wrap a model so that it takes `Shared` params and target token ids.
+
+    Tokens that are not shared get logits of -inf.
+    """
 
     def forward(params: Shared, tokens: Array, visible: Visible, cache: PyTree) -> ForwardOutput:
         return model.forward(params.weights, params.fed[tokens], visible, cache)
@@ -99,8 +102,8 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
         to_target[draft_ids[key]] = target_ids[key]
     to_draft = np.full(len(target.tokens), stand_in, np.int32)
     for i, token in enumerate(token or b"" for token in target.tokens):
-        # Feed the longest suffix of the token that is in the draft's vocabulary, because the next token depends most on
-        # the last bytes.
+        # Feed the draft token that matches the most bytes at the end of the target's token, because the next token
+        # depends most on the last bytes.
         suffixes = ((False, token[start:]) for start in range(len(token)))
         to_draft[i] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
     # For a special token, feed the draft's special token of the same name, or `stand_in` if there is none.

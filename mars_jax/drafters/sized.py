@@ -104,7 +104,7 @@ def sized(
       any_rule: also allow lossy rules, although their completions then depend on the other rows of the batch.
 
     Raises:
-      MarsError: the drafter drafts trees, supports only one length, trusts some of its tokens, or has both `catch_up`
+      MarsError: the drafter drafts trees, supports only one length, may draft `trusted` nodes, or has both `catch_up`
         and `reads`; or the sizes or costs are invalid.
 
     >>> from mars_jax.drafters.ngram import ngram
@@ -154,7 +154,10 @@ def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class SizedDrafter(Skipping):
-    """A drafter whose decoder chooses among several lengths. Without that decoder, it drafts the longest one."""
+    """A drafter whose decoder chooses among several lengths.
+
+    Without that decoder, every draft has the longest length.
+    """
 
     lengths: tuple[int, ...] = ()  # chain lengths, increasing from 0
     any_rule: bool = False  # also allow lossy rules
@@ -183,7 +186,8 @@ class SizedDrafter(Skipping):
         zeros, cached_length = jnp.zeros(length.shape, jnp.float32), length
         counts = Counts(zeros, zeros, jnp.zeros_like(length))
         if self.longest.lags:
-            # If even a trial would not draft, skip the draft model's prefill; `catch_up` can process the prompt later.
+            # If no draft would be worthwhile even in a trial, skip the draft model's prefill; `catch_up` can process
+            # the prompt later.
             trial_counts = counts._replace(idle=counts.idle + PAUSE)
             size = best_size(params.draft, self.lengths, trial_counts, length > 0, zeros + USUAL_ACCEPTANCE)
             cached_length = jnp.where(size > 0, length, jnp.minimum(length, 2))
@@ -255,7 +259,7 @@ def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
 def best_size(
     params: SizedParams, lengths: Sequence[int], counts: Counts, live: Array, expected: Array
 ) -> Array:
-    """Return the index i32[] of the size with the most estimated tokens per unit of cost.
+    """Return the index i32[] of the size with the highest estimated number of tokens per unit of cost.
 
     The estimated acceptance rate is the expected one times the ratio of accepted to expected tokens in recent steps.
 

@@ -1,8 +1,8 @@
-"""A wrapper that runs a drafter only in steps with a draft, which first fill the gap in the drafter's cache.
+"""A wrapper that runs a drafter only in steps that draft. Such a step first fills the gap in the drafter's cache.
 
-To do so, a draft model processes the missing tokens. A head also needs the target's features at these tokens, so the
-state stores the features of the last P tokens. If more than P tokens are missing, for example after a long prompt, the
-head's cache is restarted from those P tokens. B batch, T token buffer, P features, E hidden size.
+To fill the gap, a draft model processes the missing tokens. A head also needs the target's features at these tokens, so
+the state stores the features of the last P tokens. If more than P tokens are missing, for example after a long prompt,
+the head's cache is restarted from those P tokens. B batch, T token buffer, P features, E hidden size.
 
 Tested against the state of a drafter that runs in every step (tests/core/test_extend.py, tests/drafters/test_sized.py).
 """
@@ -37,7 +37,7 @@ class SizedParams(NamedTuple):
 
 
 def _inner(params: Params) -> Params:
-    """Replace the draft weights in `params` by those of the wrapped drafter."""
+    """Replace the draft weights in `params` with those of the wrapped drafter."""
     return params._replace(draft=params.draft.weights)
 
 

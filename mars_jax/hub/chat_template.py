@@ -73,7 +73,7 @@ def _size(value: object) -> int:
 
 
 def _factor(operand: object) -> int:
-    """Return an upper bound on how many times one operand may repeat the other."""
+    """Return the factor by which an operand may enlarge a result: an integer's absolute value, or else its size."""
     if not isinstance(operand, int):
         return _size(operand)
     if abs(operand) > _COUNT:
@@ -156,7 +156,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _check(self, name: str, value: object, arguments: Sequence[object]) -> None:
-        """Raise TemplateError for unsupported operations, and if the operands' sizes multiply to more than the
+        """Raise TemplateError if the operation is unsupported, or if the product of the operands' sizes exceeds the
         limit."""
         if name in _REFUSED:
             raise TemplateError(f"{name} is not supported")
@@ -232,7 +232,8 @@ _replacing = threading.RLock()
 def bounded_templates() -> Iterator[None]:
     """Make transformers render chat templates in a `BoundedEnvironment`, one thread at a time.
 
-    Within the context, a private function of transformers is replaced, because it has no parameter for an environment.
+    Inside the `with` block, a private function of transformers is replaced, because it has no parameter for an
+    environment.
     """
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     with _replacing:

@@ -96,7 +96,7 @@ def restore_params(
             return jax.block_until_ready(_read_array(path, array, floating, sharding))
         except MarsError:
             raise
-        except Exception as error:  # safetensors raises its own errors, ValueError and OSError
+        except Exception as error:  # safetensors raises ValueError, OSError and errors of its own
             raise MarsError(f"'{path}' cannot be read ({first_line(error)}): convert it again.") from None
 
     return build_rows(table, read), floating

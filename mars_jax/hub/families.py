@@ -61,7 +61,7 @@ def _keys(**keys: str) -> Part:
 
 
 def _converted(field: str, value: Any) -> Any:
-    """Convert a value of config.json to the type of a field: JSON may have 1 instead of 1.0, and null for false."""
+    """Convert a value of config.json to the type of a field: JSON may use 1 for 1.0, and null for false."""
     default = getattr(ModelConfig, field)
     if isinstance(default, bool):
         return bool(value)
@@ -98,7 +98,7 @@ def _read_window(data: JsonObject) -> Fields:
 
 
 def _write_window(config: ModelConfig) -> JsonObject:
-    """Write the largest window; null if no layer has one.
+    """Write the largest window, or null if no layer has one.
 
     config.json can store only one size. `hub.save` refuses configs with several sizes, which would not survive a round
     trip.
@@ -309,7 +309,7 @@ def _write_latent(config: ModelConfig) -> JsonObject:
 
 
 def _read_nope_layers(data: JsonObject) -> Fields:
-    """Read SmolLM3's fields: by default, every fourth layer has no rotary embedding (arXiv 2501.18795)."""
+    """Read the fields of SmolLM3, in which every fourth layer has no rotary embedding by default (arXiv 2501.18795)."""
     layers, interval = range(data["num_hidden_layers"]), count(data, "no_rope_layer_interval", 4)
     # `no_rope_layers` has a 0 for each layer without rotary embedding.
     rope_flags = data.get("no_rope_layers") or [(i + 1) % interval != 0 for i in layers]
@@ -332,7 +332,7 @@ def _write_attention_multiplier(config: ModelConfig) -> JsonObject:
 
 
 def _read_olmo3(data: JsonObject) -> Fields:
-    """Read OLMo 3's fields: OLMo 2 with a window and an unscaled rope in three of every four layers."""
+    """Read the fields of OLMo 3, which is OLMo 2 with a window and an unscaled rope in three of every four layers."""
     kinds = data.get("layer_types") or _types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
     full, sliding = _by_layer_type(data)
     ropes = {"rope": read_rope(full, theta=5e5), "local_rope": read_rope(sliding, theta=5e5)}
@@ -351,7 +351,7 @@ def _write_olmo3(config: ModelConfig) -> JsonObject:
 
 
 def _read_gpt_oss(data: JsonObject) -> Fields:
-    """Read gpt-oss's fields: a window in every second layer, and experts with clamped activations."""
+    """Read the fields of gpt-oss, which has a window in every second layer, and experts with clamped activations."""
     if not (data.get("rope_parameters") or data.get("rope_scaling")):
         data = data | {"rope_scaling": _GPT_OSS_YARN}
     kinds = data.get("layer_types") or _types(i % 2 == 0 for i in range(data["num_hidden_layers"]))
@@ -518,8 +518,8 @@ def text_part(data: JsonObject) -> Fields:
         return data
     outer = {key: value for key, value in data.items() if key != "text_config"}
     family = text.get("model_type", text_model)
-    # The outer stop tokens belong to the model; those in text_config are only defaults of its config class.
-    # transformers writes an outer `tie_word_embeddings` even if only the text model's value counts.
+    # The stop tokens at the top level belong to the model; those in text_config are only defaults of the text model's
+    # config class. transformers writes a top-level `tie_word_embeddings` even if only the text model's value counts.
     tied = {key: text[key] for key in ("tie_word_embeddings",) if key in text}
     # Drop `architectures`, which describes the whole model, so that the text model's type selects the family.
     return text | outer | tied | {"model_type": family, "architectures": None}

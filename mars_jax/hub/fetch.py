@@ -107,7 +107,7 @@ def _fetch(repository: str, patterns: list[str], download_argument: str) -> Path
         with activity.doing(f"downloading {repository}") as download:
             path = snapshot_download(repository, allow_patterns=patterns, tqdm_class=_progress_bar(download))
             return Path(path)
-    except Exception as error:  # huggingface_hub raises its own errors, httpx's and OSError
+    except Exception as error:  # huggingface_hub raises OSError, errors of its own, and those of httpx
         suggestion = ""
         if find_model_row(repository) is None:
             suggestion = did_you_mean(repository, (*assets.NAMES, *MODELS))

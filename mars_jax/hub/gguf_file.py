@@ -54,7 +54,7 @@ class GGUFFile:
         self.path, self._values, self.tensors = path, values, tensors
 
     def with_tensors(self, tensors: dict[str, GGUFTensor]) -> GGUFFile:
-        """Return a file with the same metadata and other tensors."""
+        """Return a file with the same metadata and the given tensors."""
         return GGUFFile(self.path, self._values, tensors)
 
     def get(self, key: str, default: Any = None) -> Any:

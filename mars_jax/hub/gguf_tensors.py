@@ -10,7 +10,8 @@ group of 32 bytes stores one block in the low halves and the next block in the h
 product, and rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
 
 A block of MXFP4 (`block_mxfp4`) consists of the exponent of its scale and 16 bytes, whose halves are ordered as in
-Q4_0. Tested against transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
+Q4_0. Tested against transformers, which reads the same files, and against `dequantize` of the package gguf
+(tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _value_heads(delta: Delta) -> np.ndarray:
 
 
 def _row_order(name: str, delta: Delta) -> np.ndarray | None:
-    """Return the index in the file of each row of a tensor; None if its rows do not belong to value heads."""
+    """Return, for each row of a tensor, its index in the file; None if the rows do not belong to value heads."""
     query_key_rows, size = 2 * delta.key_heads * delta.key_dim, delta.value_dim
     # For each tensor: the first row of its value heads, and the number of rows per head.
     value_rows = {

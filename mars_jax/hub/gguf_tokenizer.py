@@ -2,7 +2,7 @@
 
 Keys: ggml-org/ggml, docs/gguf.md. Pre-tokenizers and defaults: ggml-org/llama.cpp, src/llama-vocab.cpp, or the original
 tokenizer.json if llama.cpp only approximates it, for example Qwen's NFC or the letter case in Tekken. Tested against
-the tokenizers that the metadata was written from, sentencepiece, and transformers' reader
+the original tokenizer of each file, including sentencepiece models, and against transformers' GGUF reader
 (tests/hub/test_gguf_tokenizer.py).
 """
 
@@ -45,7 +45,7 @@ class _Split(NamedTuple):
 # The alternatives are, in order: contractions, words, numbers, punctuation, and white space.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Llama 3 and Qwen 2 share these parts, and differ in the pattern for digits that goes between them.
+# Llama 3 and Qwen 2 share `_WORDS` and `_MARKS`, and differ in the pattern for digits that is inserted between the two.
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
@@ -184,7 +184,7 @@ def _look_up(file: GGUFFile, key: str, table: Mapping[str, Value]) -> Value:
 
 
 def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Tokenizer, bool]:
-    """Build a byte-level BPE tokenizer. Return it, and whether it adds a BOS token by default."""
+    """Build a byte-level BPE tokenizer. Return the tokenizer, and whether it adds a BOS token by default."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split = _look_up(file, "tokenizer.ggml.pre", _SPLITS)

@@ -39,7 +39,7 @@ from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 # Old exports contain these buffers, whose values follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-# Gemma 3, Mistral 3 and Qwen3.5 with images use these prefixes. Only the text model is loaded.
+# Multimodal checkpoints of Gemma 3, Mistral 3 and Qwen3.5 use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.|model\.(?=mtp\.))")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector|visual)\.")
 # The projection of an MTP module. All tensors with its prefix belong to the module (`models.mtp_head`).
@@ -176,7 +176,7 @@ def load(
 
 
 def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
-    """Return params with `Int4` matrices in `dtype`, unless the model would then take over half of the free memory."""
+    """Convert `Int4` matrices to `dtype`, unless the model would then occupy more than half of the free memory."""
     num_bytes = sum(math.prod(leaf.shape) for leaf in leaves(config)) * jnp.dtype(dtype).itemsize
     if num_bytes > free_bytes() / 2:
         return params
@@ -184,7 +184,7 @@ def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
     def widen(weight: jax.Array | Quantized) -> jax.Array | Quantized:
         if not isinstance(weight, Int4):
             return weight
-        # Compute on the host, because JAX would compile a program for each operation and shape.
+        # Use NumPy, because JAX would compile a program for each operation and shape.
         matrix = jax.tree.map(np.asarray, weight).astype(dtype)
         return jax.device_put(np.ascontiguousarray(matrix))
 
@@ -206,7 +206,7 @@ def free_bytes() -> int:
 
 
 def resolve_dtype(requested: str | None, stored: str | None) -> tuple[str, int | None]:
-    """Return the floating-point dtype of params, and the bits of quantised matrices or None.
+    """Return the floating-point dtype of params, and the bits per weight of quantised matrices, or None.
 
     Args:
       requested: `dtype` as for `load`.

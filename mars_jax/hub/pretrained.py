@@ -125,7 +125,7 @@ class Pretrained:
 
     @functools.cached_property
     def _plain(self) -> Any:
-        """A `tokenizers.Tokenizer` that encodes and decodes like `tokenizer` and loads faster; None if unavailable."""
+        """A `tokenizers.Tokenizer` that is equivalent to `tokenizer` but loads faster; None if unavailable."""
         if self.own_tokenizer is not None:
             return None
         return read_plain(self.path)
@@ -138,7 +138,8 @@ class Pretrained:
             return None
         if self._plain is not None:
             return self._plain.token_to_id(name)
-        # A tokenizer of another library may lack these methods. One without an unknown token raises TypeError.
+        # A tokenizer from another library may lack these methods. A tokenizer without an unknown token raises
+        # TypeError.
         with contextlib.suppress(AttributeError, TypeError):
             token = self.tokenizer.convert_tokens_to_ids(name)
             if self.tokenizer.convert_ids_to_tokens(token) == name:
@@ -289,7 +290,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
-        """Encode many prompts like `encode`. Plain strings are encoded in parallel.
+        """Encode many prompts, each as `encode` does. Plain strings are encoded in parallel.
 
         Raises:
           MarsError: `encode` rejects a prompt; the error describes the first such prompt.

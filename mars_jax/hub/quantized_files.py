@@ -105,7 +105,7 @@ def _is_readable(config: JsonObject) -> bool:
         weights = _group_weights(config)
         is_int4 = all(w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights)
         return is_int4 and config.get("format") == "pack-quantized"
-    # AutoAWQ names the setting `w_bit`, transformers `bits`.
+    # AutoAWQ calls the setting `w_bit`; transformers calls it `bits`.
     if config.get("bits", config.get("w_bit")) != 4:
         return False
     if config["quant_method"] == "gptq":
@@ -138,7 +138,7 @@ def _check_forward(directory: Path, config: JsonObject) -> None:
 
 
 def _gptq_format(config: JsonObject) -> str:
-    """Return the name of the format: "gptq" (stores zeros minus 1), "gptq_v2" (stores exact zeros), or any other."""
+    """Return the name of the format, such as "gptq" (stores z - 1) or "gptq_v2" (stores z); z is the zero point."""
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
@@ -200,7 +200,7 @@ def _tensor(
 
     Args:
       matrix: function that reads and unpacks the matrix.
-      pieces: the stored tensors, to decide whether the matrix can stay in 4 bits.
+      pieces: the stored tensors, which determine whether the matrix can stay in 4 bits.
       sizes: (outputs, inputs, groups).
     """
 
@@ -268,7 +268,7 @@ def _gptq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
 
 
 def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
-    # The file has outputs on the first axis, and `_Matrix` has inputs there.
+    # The first axis is outputs in the file, but inputs in `_Matrix`.
     scale = pieces["weight_scale"].T
     q = _spread(pieces["weight_packed"]).T
     if "weight_zero_point" in pieces:
@@ -276,13 +276,13 @@ def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix
     else:
         zero = np.full(scale.shape, 8, np.uint8)
     input_group = pieces.get("weight_g_idx")
-    if input_group is not None and np.any(input_group < 0):  # -1 if inputs are in order
+    if input_group is not None and np.any(input_group < 0):  # -1 if the inputs are in order
         input_group = None
     return _matrix(q, zero, scale, input_group)
 
 
 def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, input_group: np.ndarray | None) -> _Matrix:
-    """Combine the pieces of a matrix. `input_group` i32[in] is the group of each input; None if inputs are in order.
+    """Combine the pieces of a matrix. `input_group` i32[in] is each input's group; None if the inputs are in order.
 
     Raises:
       ValueError: the pieces do not belong to one matrix.

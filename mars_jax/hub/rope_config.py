@@ -15,7 +15,7 @@ from mars_jax.utils.types import JsonObject
 
 
 def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
-    """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), following transformers' rules."""
+    """Return YaRN's factor for cos and sin (arXiv 2309.00071, equation 15), computed as in transformers."""
 
     def mscale(weight: float) -> float:
         # A factor of at most 1 does not stretch the context, so its logarithm is taken as 0.
@@ -46,7 +46,7 @@ def read_rope(
       fraction: default of partial_rotary_factor; None if the architecture always rotates whole heads.
 
     Raises:
-      MarsError: the rope type is not supported or lacks a number, or settings contradict each other.
+      MarsError: the rope type is not supported, a required setting is missing, or settings contradict each other.
 
     >>> read_rope({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}).factor
     2.0
@@ -139,7 +139,7 @@ def _settings(data: JsonObject, base: str) -> JsonObject:
 
 
 def write_scaling(rope: Rope) -> JsonObject | None:
-    """Return the `rope_scaling` of config.json for transformers 4 and 5; None if the rope is not scaled."""
+    """Return the value of `rope_scaling` in config.json, for transformers 4 and 5; None if the rope is not scaled."""
     if rope.kind == "none":
         return None
     if rope.kind == "longrope":

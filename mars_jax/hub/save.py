@@ -1,4 +1,4 @@
-"""Saving of a model as a directory that transformers can load, and of a running `DecodeState` between two steps.
+"""Functions that save a model as a directory that transformers can load, and a running `DecodeState` between two steps.
 
 Saved states are tested against the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
 """
@@ -32,7 +32,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     """Return params as a dict from checkpoint name to array, checked against a table of weights.
 
     Raises:
-      MarsError: params lack a weight of the table, or an array has a different shape or is quantised.
+      MarsError: params lack a weight that is in the table, or an array has a different shape or is quantised.
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:
@@ -54,7 +54,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
 
 
 def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """Check that a directory may be written, and return its path.
+    """Check that a directory can be written to, and return its path.
 
     Raises:
       MarsError: the directory is not empty and `overwrite` is False, or it is not writable.

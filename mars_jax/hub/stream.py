@@ -42,7 +42,7 @@ class HostArray:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
 
     def rows(self, number: int | None, axis: int) -> tuple[int, int]:
-        """Return the range (first, end) of rows, on `axis`, that this host needs.
+        """Return the range (first, end) of rows along `axis` that this host needs.
 
         If tensors are stacked, return the range for tensor `number`, whose rows are on axis 1.
         """
@@ -53,7 +53,7 @@ class HostArray:
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
 
     def write(self, number: int | None, axis: int, first: int, block: np.ndarray | jax.Array) -> None:
-        """Copy a block of a tensor's rows, starting at row `first` on `axis`; `number` is as for `rows`."""
+        """Copy a block of a tensor's rows, starting at row `first` along `axis`; `number` is as for `rows`."""
         ranges = [(0, n) for n in block.shape]
         ranges[axis] = first, first + block.shape[axis]
         if number is None:

@@ -175,7 +175,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise MarsError if a tokenizer file would block its reader, as a pipe does, or exceeds `TOKENIZER_BYTES`."""
+    """Raise MarsError if a tokenizer file would block its reader, as a pipe would, or exceeds `TOKENIZER_BYTES`."""
     for file in (file for pattern in _READ for file in directory.glob(pattern) if not file.is_dir()):
         try:
             open_file(file, TOKENIZER_BYTES).close()

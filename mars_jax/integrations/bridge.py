@@ -1,7 +1,7 @@
 """Adapters that use Flax modules as language models, and mars-jax params as nnx state.
 
-A module needs no changes: one function calls it. **The contract** of a call `(tokens i32[B, N], positions i32[B, N],
-mask bool[B, N, S], cache, slot i32[B]) -> (logits, cache)`:
+A module is used unchanged: one function, `call`, adapts its inputs and outputs. **The contract** of a call `(tokens
+i32[B, N], positions i32[B, N], mask bool[B, N, S], cache, slot i32[B]) -> (logits, cache)`:
 
 - Writes precede reads: the keys and values of the N tokens go into slots `slot[b] .. slot[b] + N - 1` of the cache.
   Then each token attends to exactly the slots of the cache that the mask allows, including its own.
@@ -73,7 +73,7 @@ def from_nnx(
     """Return a `flax.nnx` module as a language model, and its state as params.
 
     Args:
-      module: any module that `call` can call. This function splits it into structure and state. After training, pass
+      module: any module that `call` supports. This function splits it into structure and state. After training, pass
         `nnx.state(module)` as params; if the trainer has only params, update the module with `nnx.update` first.
       vocab_size: V.
       init_cache: function (batch, slots) -> cache, a pytree of arrays.
@@ -89,7 +89,7 @@ def from_nnx(
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
 
     Raises:
-      MarsError: `module` is not an nnx module. Calling the model raises it if logits or cache have the wrong shape.
+      MarsError: `module` is not an nnx module, or the model is called and its logits or cache have the wrong shape.
     """
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
@@ -111,14 +111,14 @@ def from_linen(
     """Return a `flax.linen` module as a language model, whose params are the variables that `module.init` returns.
 
     Args:
-      module: any module that `call` can call.
+      module: any module that `call` supports.
       vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but the functions receive
         `apply`, which is `module.apply` bound to the variables, instead of the module.
       call: `(apply, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`; default: call `apply` with the
         other five arguments. `apply(..., method="name")` calls a method.
 
     Raises:
-      MarsError: `module` is not a linen module. Calling the model raises it if logits or cache have the wrong shape.
+      MarsError: `module` is not a linen module, or the model is called and its logits or cache have the wrong shape.
     """
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")
@@ -203,7 +203,7 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
     """Test a model against the contract of this module with a dozen random tokens, in a few seconds.
 
     The reference is one forward pass over all tokens. It is compared with passes over parts of the tokens, over a tree
-    in which two nodes share a position, over swapped and replaced rows, and over a cache with junk in all masked slots.
+    in which two nodes share a position, with rows swapped or replaced, and with junk in all masked slots of the cache.
 
     Args:
       model, params: from `from_nnx` or `from_linen`, or a user's `LanguageModel`.
@@ -266,7 +266,7 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
     committed_cache = model.commit(tree_cache, start + 8, jnp.broadcast_to(path_nodes, (2, 3)))
     last_logits, _ = run(ids[:, 11:], Visible.causal(start + 11, 1), committed_cache)
     compare(last_logits, full_logits[:, 11:], "`commit` does not move the entries of an accepted path")
-    # Put row 0 in the place of row 1, and decode the last token of row 0 there.
+    # Copy row 0 of the cache to row 1, and decode the last token of row 0 in row 1.
     first_row = jax.tree.map(lambda x: x[:1], full_cache)
     put_cache = model.put(junk(full_cache), jnp.asarray([1], jnp.int32), first_row)
     put_logits, _ = run(jnp.flip(ids, 0)[:, 11:], Visible.causal(start + 11, 1), put_cache)

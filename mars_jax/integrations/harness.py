@@ -1,8 +1,9 @@
 """The model `mars_jax` of lm-evaluation-harness.
 
-Importing this module adds the model to the harness's registry, because the harness has no plugins. A program that calls
-`lm_eval.simple_evaluate(model="mars_jax", ...)` must import it first. `generate_until` decodes with the draft and the
-rule, so that a task measures their quality. Likelihoods come from the target and do not depend on the rule.
+Importing this module adds the model to the harness's registry, because the harness has no plugin mechanism. A program
+that calls `lm_eval.simple_evaluate(model="mars_jax", ...)` must import it first. `generate_until` decodes with the
+draft and the rule, so that a task measures their quality. Likelihoods come from the target and do not depend on the
+rule.
 
 Tested against PyTorch transformers with the same checkpoint, in tests/integrations/test_harness.py.
 """
@@ -56,7 +57,7 @@ CHUNK = 32
 
 
 class Answered(Exception):
-    """Exception that ends the run of a part, without a score. Its message includes the number of rows on file."""
+    """Exception that ends the run of a part, without a score. Its message includes the number of rows in the file."""
 
 
 @register_model("mars_jax")
@@ -78,11 +79,11 @@ class MarsJax(TemplateLM):
     ):
         """
         Args:
-          target, draft: as for `python -m mars_jax.generate`; only the target inside the package has a draft by
-            default.
+          target, draft: as for `python -m mars_jax.generate`, but by default only the target included in the package
+            has a draft.
           max_gen_toks: maximum number of new tokens in tasks that do not limit them.
           choice: strings separated by "|". Every generated text is constrained to one of them, unless a task sets
-            constraints in its generation_kwargs, in which choice is a list.
+            constraints in its generation_kwargs. There, `choice` is a list.
           mesh: axes with their sizes, joined by a plus because commas separate arguments: data=2+model=4.
           rows: path of a file that stores one row per answer. A later run with the same arguments only answers requests
             that have no row in the file.
@@ -110,7 +111,7 @@ class MarsJax(TemplateLM):
             hosts.connect(args.coordinator, args.num_processes, args.process_id)
         if rows is not None and jax.process_count() > 1:
             raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
-        # Refuse a file of another run before loading the weights.
+        # Before loading the weights, reject a file that another run wrote.
         self._rows = None
         if rows is not None:
             run_settings = recorded(args, []) | {"max_gen_toks": max_gen_toks}
@@ -145,8 +146,8 @@ class MarsJax(TemplateLM):
         """The rank, which is 0. The harness reads it after the last answer, and this read closes the file of rows.
 
         Raises:
-          Answered: the run is only a part.
-          MarsError: the part has none of the requests.
+          Answered: the run answers only one part of the requests.
+          MarsError: the part contains none of the requests.
         """
         # A read before the first answer, or after the end, changes nothing.
         if self._rows is None or not self._count or self._ended:
@@ -201,7 +202,7 @@ class MarsJax(TemplateLM):
         """
         if not chat_template:
             return None
-        # transformers stores a single template as a string, and several as a dict by name.
+        # transformers stores a single template as a string, and several as a dict keyed by name.
         templates = getattr(self.tokenizer, "chat_template", None)
         if not isinstance(templates, dict):
             templates = {"default": templates}
@@ -240,7 +241,7 @@ class MarsJax(TemplateLM):
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=not add_generation_prompt,
                 )
-        except Exception as error:  # a template is a program, and may raise anything
+        except Exception as error:  # a template is a program, so it may raise any exception
             raise MarsError(
                 f"the chat template of '{self._target.name}' cannot be applied ({first_line(error)}): leave "
                 "--apply_chat_template out, or what it refuses, such as a system instruction."
@@ -292,7 +293,7 @@ class MarsJax(TemplateLM):
           placeholder: answer to return for requests of other parts.
 
         Raises:
-          MarsError: the file answers different requests, or cannot be written.
+          MarsError: the file contains answers to different requests, or cannot be written.
         """
         if self._rows is None:
             return list(answer(range(len(requests))))
@@ -366,7 +367,7 @@ class MarsJax(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Decode with the draft and the rule, up to the first of a request's stop strings.
 
-        Tau and tokens per second are printed on stderr.
+        Tau and tokens per second are printed to stderr.
         """
         return self._each("generate_until", requests, lambda numbers: self._generate(requests, numbers), "")
 

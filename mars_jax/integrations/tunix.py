@@ -10,7 +10,7 @@ samples follow the policy's distribution exactly; lossy rules need `lossy=True`.
 
 The interface follows google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
 `generate/sampler.py`, `models/{qwen3,qwen2,llama3}/model.py`. Tested against the actor's own logits
-(tests/integrations/test_tunix.py), and the real package (tests/integrations/test_tunix_cluster.py).
+(tests/integrations/test_tunix.py) and with the real package (tests/integrations/test_tunix_cluster.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def config_of(actor: Any) -> mj.models.ModelConfig:
     """Return the config of one of Tunix's dense models: Qwen3, Qwen2 or Llama 3.
 
     Raises:
-      MarsError: the actor is a different model.
+      MarsError: the actor is not one of these models.
     """
     family, actor_config = type(actor).__name__, getattr(actor, "config", None)
     if family not in ("Qwen3", "Qwen2", "Llama3") or actor_config is None:
@@ -265,7 +265,7 @@ class Rollout:
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Encode a text like Tunix's sampler, with exactly one beginning-of-sequence token if the tokenizer has one."""
+        """Encode a text as Tunix's sampler does, with exactly one BOS token if the tokenizer has one."""
         bos = self._tokenizer.bos_id()
         ids = [int(i) for i in self._tokenizer.encode(text)]
         if bos:
@@ -328,7 +328,7 @@ class Rollout:
           filter_types: ignored; a state that contains only adapters raises MarsError.
         """
         del filter_types
-        # Tunix moves the state of `model()` between host and device, and passes it here too.
+        # Tunix moves the state of `model()` between host and device, and passes that state to this method too.
         is_model_state = "weights" in params
         target_params = bridge.params_of(self.model(), params) if is_model_state else self._take(params)
         self._target = dataclasses.replace(self._target, params=target_params)
@@ -351,7 +351,7 @@ class Rollout:
     def model(self) -> bridge.OurParams:
         """Return the decoding model as an nnx module with its own arrays.
 
-        The module must not be the actor: Tunix assumes that engines which share the actor's arrays need no update, and
+        The module must not be the actor: Tunix assumes that engines that share the actor's arrays need no update, and
         never calls `update_params` for them.
         """
         return bridge.to_nnx(self._target.model, self._target.params)
@@ -371,7 +371,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> mj.models.Model
     """Return the config that reproduces the actor's logits on a short token sequence.
 
     Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. This function
-    therefore compares both bases, and chooses the one with the closer logits.
+    therefore compares both bases, and chooses the one whose logits are closer to the actor's.
 
     Raises:
       MarsError: the logits differ too much with either base.
@@ -435,7 +435,7 @@ def _log_probs(
 
 
 def _base() -> ModuleType:
-    """Import the module of Tunix's interface on first use, because it has many dependencies."""
+    """Import the module that defines Tunix's interface. It has many dependencies, so import it only on first use."""
     try:
         return importlib.import_module("tunix.rl.rollout.base_rollout")
     except ImportError as error:
@@ -452,7 +452,7 @@ def _rollout_class() -> type:
 
 
 def __getattr__(name: str) -> type:
-    # The class derives from a class of Tunix, so it is created on first use.
+    # The class derives from one of Tunix's classes, so it is created only on first use.
     if name == "MarsRollout":
         return _rollout_class()
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,10 +1,10 @@
 """Calibration of a threshold or a strict prefix, so that the risk stays below a bound with a given confidence.
 
-The risk compares a rule with the strict rule on the same prompts and seeds. There are n problems, each with one loss
-per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a threshold only if it rejects the hypothesis
-that the risk exceeds the bound. Thresholds are tested from strict to loose, and testing stops at the first hypothesis
-that is not rejected. The probability that any test errs is therefore at most 1 - confidence (fixed-sequence testing,
-section 2.3 of that paper).
+The risk of a rule is measured relative to the strict rule, on the same prompts and seeds. There are n problems, each
+with one loss per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a threshold only if it rejects the
+hypothesis that the risk exceeds the bound. Thresholds are tested from strict to loose, and testing stops at the first
+hypothesis that is not rejected. The probability that any hypothesis is wrongly rejected is therefore at most 1 -
+confidence (fixed-sequence testing, section 2.3 of that paper).
 
 Conformal risk control (2208.02814) bounds the risk only on average over calibration sets, and it needs a loss that
 grows as the threshold becomes looser. Here the completions differ between thresholds, so a looser threshold can have a
@@ -181,7 +181,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     """Return the p-value of the hypothesis that the mean loss is above `bound`.
 
     A gambler starts with a capital of 1 and bets, before each loss is revealed, that the mean is below the bound. The
-    p-value is the inverse of the largest capital that is reached. Under the hypothesis the capital is a
+    p-value is the reciprocal of the largest capital reached. Under the hypothesis, the capital is a
     supermartingale, so Ville's inequality bounds the probability that it grows large.
 
     Args:
@@ -197,7 +197,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     # Map losses and bound from [-1, 1] to the paper's range [0, 1].
     x, r = (np.asarray(losses, np.float64) + 1) / 2, (bound + 1) / 2
     num_losses = np.arange(1, len(x) + 1)
-    # The paper's running mean and variance. Its prior counts as one loss, with mean 1/2 and variance 1/4.
+    # The paper's running mean and variance. The prior is worth one loss: it has mean 1/2 and variance 1/4.
     running_mean = (0.5 + np.cumsum(x)) / (1 + num_losses)
     running_variance = (0.25 + np.cumsum((x - running_mean) ** 2)) / (1 + num_losses)
     # Each bet depends only on earlier losses, so the capital is a supermartingale.

@@ -116,7 +116,7 @@ def _writing(path: Path, flag: str) -> Iterator[None]:
 
 
 def write_shared(path: Path, text: str) -> None:
-    """Write a file atomically from the first process of a mesh. Return only when the file is on disk."""
+    """Write a file atomically from the first process of a mesh, which waits until the file is on disk."""
     if hosts.is_first():
         write_whole(path, text)
 

@@ -76,7 +76,7 @@ _LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"}
 def look(name: str) -> Look:
     """Return the colour and marker of a rule or an arm, by the first word of its name.
 
-    Variants of a rule have the same colour and a different marker.
+    Variants of a rule share a colour, but have different markers.
 
     >>> look("mars theta=0.9") == look("mars"), look("mars(gap) theta=1")
     (True, Look(colour='#0072B2', marker='^'))

@@ -45,7 +45,7 @@ def stamp() -> JsonObject:
 
 
 def machine() -> JsonObject:
-    """Return the processor, the number and list of cores that this process may use, and the version of Python."""
+    """Return the processor, how many and which cores this process may use, and the version of Python."""
     processor = platform.processor() or platform.machine()
     # On Linux, `platform` reports only the architecture.
     cpuinfo = Path("/proc/cpuinfo")
@@ -67,7 +67,9 @@ def cores() -> list[int]:
 
 
 def portable_command(arguments: list[str]) -> str:
-    """Return a command line without local folders. A path outside the checkout is reduced to its last part.
+    """Return a command line without the names of local folders.
+
+    A path outside the checkout is reduced to its last part.
 
     >>> portable_command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'

@@ -50,7 +50,7 @@ class ThetaFile(NamedTuple):
                 raise self._refusal(name, self.settings[name], json_restored(run[name]))
 
     def check_rule(self, rule: RuleChoice) -> None:
-        """Raise MarsError if a run uses a different rule than the calibration. Only its theta may differ."""
+        """Raise MarsError if a run's rule differs from that of the calibration. Only its theta may differ."""
         if _last(self.spec) != _last(rule.spec):
             raise self._refusal("rule", self.spec, rule.spec)
         self.check_settings(rule.settled())
@@ -62,7 +62,7 @@ class ThetaFile(NamedTuple):
                 raise self._refusal(name, self.rule.get(name), value)
 
     def check_weights(self, target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> None:
-        """Raise MarsError if a run uses different weights than the calibration; see `pair_fingerprints`."""
+        """Raise MarsError if a run's weights differ from those of the calibration; see `pair_fingerprints`."""
         run_fingerprints = pair_fingerprints(target, drafter, rule)
         # A component, such as a rule with a trained head, may have weights only in the file or only in this run.
         for name in self.weights | run_fingerprints:
@@ -138,7 +138,7 @@ def thetas_of(
 ) -> tuple[list[float], list[ThetaFile]]:
     """Return the thresholds in --thetas, and the threshold files among its arguments.
 
-    Each argument is a number, or a file that was calibrated for this rule and this run.
+    Each argument is a number, or a file with a threshold that was calibrated for this rule and this run.
 
     Raises:
       MarsError: the rule has no threshold, a value is out of range, or a file is for a different rule or run.
@@ -208,7 +208,7 @@ def _last(name: object) -> object:
 
 
 def json_restored(value: object) -> object:
-    """Return a setting as it would be read back from JSON. A dynamic tree becomes a dict, and a tuple a list."""
+    """Return a setting as it would be read back from JSON: a dynamic tree as a dict, and a tuple as a list."""
     if isinstance(value, Dynamic):
         return {"dynamic": [value.top_k, value.depth, value.nodes]}
     return list(value) if isinstance(value, tuple) else value

@@ -152,8 +152,8 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible, sinks: Array | None):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, sinks=sinks, scale=scale, cap=cap)
 
-    # The kernel distributes the rows over the chip's cores, so a few rows can leave a core idle. This slows down
-    # forward passes with a single node per row.
+    # The kernel distributes the rows over the chip's cores, so a core can be idle if there are only a few rows. This
+    # slows down forward passes with a single node per row.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
     few_rows = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few_rows:
@@ -404,7 +404,7 @@ def _slice(rows: Rows, first: Array, size: int) -> Rows:
 
 
 def _finish(mixed: Array, denominator: Array, dtype: DTypeLike) -> Array:
-    """Divide the weighted sums by the softmax denominator, which takes N * D divisions instead of N * S."""
+    """Divide the weighted sums by the softmax denominator: N * D divisions. Dividing the weights would take N * S."""
     # The denominator is 0 for a query that attends to no slot.
     mixed = mixed / jnp.where(denominator == 0, 1.0, denominator)[..., None]
     return jnp.transpose(mixed, (0, 2, 1, 3, 4)).astype(dtype)

@@ -192,7 +192,7 @@ class ModelConfig:
     expert_groups: int = 1
     groups_per_token: int = 1
     expert_multiplier: float = 1.0  # factor by which the routing weights of experts are multiplied
-    # Scale the routing weights of a token's experts to sum to 1. If False, keep their probabilities among all experts.
+    # Scale the routing weights of a token's experts to sum to 1. If False, keep the router's scores over all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers with a single dense MLP in a model with experts
     embedding_multiplier: float = 1.0  # factor for input embeddings, such as sqrt(hidden_size)
@@ -221,7 +221,7 @@ class ModelConfig:
             raise MarsError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_heads} heads: set head_dim."
             )
-        # Replace defaults of 0 or () by derived values. A frozen dataclass does not allow plain assignment.
+        # Replace 0 and (), the defaults, with derived values. A frozen dataclass does not allow plain assignment.
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
@@ -278,7 +278,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of dimensions per head to which `rope` applies; `Rope.fraction` refers to this number."""
+        """Number of dimensions per head to which `rope` applies; `Rope.fraction` is a share of this number."""
         if self.latent is not None:
             return self.latent.rotary
         return self.head_dim

@@ -77,7 +77,9 @@ class Span(NamedTuple):
 
     @staticmethod
     def of(visible: Visible, cache: RecurrentCache) -> Span:
-        """Return the span of a forward pass. More than M nodes cannot be a draft, so they are added to the state.
+        """Return the span of a forward pass.
+
+        A pass over more than M nodes is not a draft, so its nodes are added to the state.
 
         Raises:
           MarsError: `visible.seen` is set and `visible.documents` is not: the nodes form a tree, or documents are not
@@ -135,7 +137,7 @@ def with_states(
         return RecurrentCache(kv=kv, delta={layer: rows() for layer in delta.layers}, at=at)
 
     def keep(cache: RecurrentCache, count: Array) -> Array:
-        # The state includes the tokens before `at`. To keep fewer tokens, the row must be prefilled from its start.
+        # The state includes the tokens before `at`. To keep fewer tokens, prefill the row again from its start.
         return jnp.where(cache.at <= count, count, 0)
 
     return model._replace(
@@ -284,7 +286,7 @@ def delta_net(
         z, b, a = project("delta_z"), project("delta_b"), project("delta_a")
     by_head = [layer[f"delta_{name}_conv"].reshape(delta.key_heads, -1, delta.taps) for name in "qkv"]
     conv = jnp.concatenate(by_head, axis=1)
-    # `A_log` and `dt_bias` in transformers.
+    # In transformers, these are `A_log` and `dt_bias`.
     offsets = [layer[f"delta_{name}"].reshape(delta.key_heads, -1) for name in ("log_rate", "bias")]
     mix, axes = functools.partial(_mix, config), axes_here("delta_heads", delta.key_heads)
     if axes:

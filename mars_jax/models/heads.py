@@ -257,7 +257,7 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
 def init_params(
     config: HeadConfig, key: Array, dtype: DTypeLike = "float32", *, scale: float = 0.02
 ) -> PyTree:
-    """Create random params of a head, like `transformer.init_params`.
+    """Create random params for a head, as `transformer.init_params` does for a model.
 
     If the draft vocabulary is smaller than V, it consists of the tokens with the smallest ids.
     """

@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
-    """Compute gpt-oss' activation (up + 1) * gate * sigmoid(alpha * gate), with clamped inputs.
+    """Compute gpt-oss's activation (up + 1) * gate * sigmoid(alpha * gate), with clamped inputs.
 
     First, `gate` is clipped to at most `limit`, and `up` to [-limit, limit]. In gpt-oss, `alpha` is 1.702
     (`swiglu_alpha`) and `limit` is `swiglu_limit`.
@@ -60,12 +60,12 @@ def _dense(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Array:
 def dense_cpu(x: Array, w: Array) -> Array:
     """Compute x @ w.T in float32, with the operations that are fastest in XLA's CPU backend.
 
-    The choices below were measured with scripts/bench_shapes.py at commit 5336526.
+    The choices below are based on measurements by scripts/bench_shapes.py at commit 5336526.
     """
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
-        # A single row would be a matrix-vector product, which uses scalar code and is 10 times slower. With AMX, sums
-        # over one or two rows use a different order than sums over three or more. Padding to four rows costs no time.
+        # A single row would be a matrix-vector product, which uses scalar code and is 10 times slower. With AMX, the
+        # order of summation for one or two rows differs from that for more. Padding to four rows costs no time.
         return _dense(jnp.pad(x, ((0, max(4 - rows, 0)), (0, 0))), w)[:rows]
     # Eigen's kernels process eight columns at a time: 5 to 7 columns take longer than 8, and 9 to 15 longer than 16.
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
@@ -206,8 +206,8 @@ def dense(
     """
     rows = x.reshape(-1, x.shape[-1])
     unsharded = mesh.size_of("model", mesh.current()) == 1
-    # If the matrix is sharded, partial sums in bfloat16 halve the bytes that devices exchange. Each device still
-    # accumulates in float32. For few rows, send float32: they are small, and on a TPU XLA splits such products further.
+    # If the matrix is sharded, exchange partial sums in bfloat16, which halves the bytes. Each device still accumulates
+    # in float32. For a few rows, exchange float32: the sums are small, and on a TPU XLA splits such products further.
     narrow = jnp.float32
     if not unsharded and rows.shape[0] >= _FEW and bias is None and dtype in (None, x.dtype):
         narrow = x.dtype

@@ -10,8 +10,8 @@ times as many operations. Instead, the (token, expert) pairs, one per row, are s
 matrix multiplies that expert's rows. `lax.ragged_dot_general` does this in one operation, but is slow on two backends:
 
 - On TPUs, except for int8 on v5e, XLA first copies all matrices to a different layout. TPUs therefore use Megablox,
-  JAX's kernel for MegaBlocks (arXiv 2211.15841). Megablox does not support int8 and MXFP4, which have kernels in
-  `kernels_pallas.experts`.
+  JAX's kernel for MegaBlocks (arXiv 2211.15841). Megablox does not support int8 or MXFP4, for which
+  `kernels_pallas.experts` has kernels.
 - XLA's CPU backend transposes the weights, and then multiplies all rows by all experts, which is slower than running
   every expert on every token. CPUs therefore use `_blocks`.
 
@@ -239,7 +239,8 @@ def experts_mlp(
     else:
         mixed = _mix(matrices, tokens, share, expert_ids, gated, None)
     if "expert_down_bias" in layer:
-        # Add the bias outside `local`, because devices that share the hidden units of an expert must add it only once.
+        # Add the bias outside `local`, so that it is added only once, even if several devices each have some of an
+        # expert's hidden units.
         mixed += jnp.einsum("tc,tce->te", share, layer["expert_down_bias"][expert_ids].astype(jnp.float32))
     return mixed.astype(x.dtype).reshape(x.shape)
 

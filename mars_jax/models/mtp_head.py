@@ -4,7 +4,7 @@ The module predicts the token after the next token. To draft more tokens, it rea
 
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2; here with a single module), MiMo (arXiv 2505.07608), and the files
 `qwen3_next_mtp.py` and `qwen3_5_mtp.py` of vLLM and SGLang. Tested against `MtpModel` of transformers, and against
-PyTorch transcriptions of the modules of MiMo and Qwen (tests/models/test_mtp.py).
+PyTorch versions of the modules of MiMo and Qwen (tests/models/test_mtp.py).
 
 Dimensions: B batch, N tokens, E hidden size, V vocabulary.
 """

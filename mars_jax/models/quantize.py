@@ -75,8 +75,8 @@ class Int8:
 class Int4:
     """A matrix [out, in] in 4 bits, in groups of G inputs. The class also represents GGUF's Q4_0, Q4_1 and Q4_K.
 
-    The input dimensions come first, because a TPU multiplies matrices in this layout. With the outputs first, the TPU
-    would rearrange the weights in every step.
+    The input dimensions come first, because a TPU multiplies matrices in this layout. If the outputs came first, the
+    TPU would rearrange the weights in every step.
     """
 
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and computes with it slowly
@@ -175,7 +175,7 @@ def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
 def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
     """Return the class of a stored matrix, given its number of arrays and the dtype of its `values`.
 
-    A matrix that consists of one array is not quantised, and the result is None.
+    A matrix that consists of one array is not quantised; in that case, return None.
     """
     if fields == 1:
         return None
@@ -249,7 +249,8 @@ def quantize_4(w: np.ndarray, dtype: DTypeLike | None = None) -> Int4:
         least = groups.min(axis=-1)
         scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)
         wide = scale.astype(np.float32)
-        # Level -8 represents the smallest weight. Compute the levels from the rounded scale, which is the stored one.
+        # Level -8 represents the smallest weight. Compute the levels from the rounded scale, because that scale is
+        # stored.
         offset = least + 8 * wide
         steps = np.round((groups - offset[..., None]) / np.where(wide == 0, 1, wide)[..., None])
         values = np.clip(steps, -8, 7).astype(np.int8).transpose(1, 2, 0)
@@ -272,7 +273,7 @@ def bits_of(row: Weight, bits: int | None) -> int | None:
     """Return the number of bits in which to store a weight if `bits` are requested, or None to keep its dtype.
 
     Norms, biases and the weights in `_PRECISE` are never quantised. If 4 bits are requested, embeddings, experts, and
-    matrices whose inputs do not divide into groups of 32 are stored in 8 bits.
+    matrices whose number of inputs is not a multiple of 32 are stored in 8 bits.
     """
     if bits is None or row.init != "normal" or row.path[-1] in _PRECISE:
         return None

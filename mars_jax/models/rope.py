@@ -17,7 +17,10 @@ from mars_jax.models.config import Rope
 
 
 def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
-    """Apply Llama 3.1's scaling: divide low frequencies by `factor`, keep high ones, and interpolate in between."""
+    """Apply Llama 3.1's scaling: divide low frequencies by `factor` and leave high ones unchanged.
+
+    Frequencies in between are interpolated.
+    """
     wavelength = 2 * math.pi / frequency
     smooth = rope.original_max_positions / wavelength - rope.low_freq_factor
     smooth = np.clip(smooth / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
@@ -25,7 +28,7 @@ def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
-    """Apply YaRN (arXiv 2309.00071, section 3.2): divide low frequencies by `factor` and keep high ones.
+    """Apply YaRN (arXiv 2309.00071, section 3.2): divide low frequencies by `factor` and leave high ones unchanged.
 
     Frequencies in between are interpolated linearly.
     """

@@ -79,7 +79,7 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Array:
     """Return the input of attention or of the MLP: the residual stream x, normalised if the config has `pre_norms`.
 
-    GLM-4 and Gemma also have `post_norms` (sandwich norms). OLMo 2 only has `post_norms` (reordered norm).
+    GLM-4 and Gemma also have `post_norms` (sandwich norms). OLMo 2 has only `post_norms` (reordered norm).
     """
     if not config.pre_norms:
         return x
@@ -298,9 +298,9 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # With a ring, every device would add the output bias, experts are sharded differently, and `whole_qk_norm` would
-    # need all heads on one device. Latent attention and gates are not implemented. Recurrent layers need the tokens in
-    # order.
+    # A ring does not support output biases, which every device would add; experts, which are sharded differently;
+    # `whole_qk_norm`, which needs all heads on one device; latent attention and gates, which are not implemented; and
+    # recurrent layers, which need the tokens in order.
     unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
     unsuitable = unsuitable or config.latent or config.attention_gate or config.delta
     if not (axes and same and in_order(axes)) or unsuitable:
@@ -505,7 +505,7 @@ def _language_model(
 
     def init_cache(batch: int, slots: int) -> KVCache:
         # On CPUs and GPUs, round up to whole blocks. On a CPU, blocks then start at the same slots for every length, so
-        # the order of sums does not depend on the length. On a GPU, aligned rows of scores are faster.
+        # the order of summation does not depend on the length. On a GPU, aligned rows of scores are faster.
         pad_for_kernel = form != "xla"
         if form == "auto":
             # Small batches with short caches never use the kernel.

@@ -1,6 +1,6 @@
 """Table of a model's weights, with the path in params, the checkpoint name and the shape of each weight.
 
-Initialisation, loading and saving use this table, and so does the report of tensors that are missing or have a wrong
+Initialisation, loading and saving use this table, and so does the report of tensors that are missing or have the wrong
 shape. Matrices are [out, in], as in the checkpoints; see `layers.dense`.
 """
 
@@ -221,9 +221,9 @@ _FUSED = {
 
 
 def stored_tensors(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
-    """Map each tensor of a checkpoint to the table rows that it contains, concatenated along the outputs.
+    """Map each tensor of a checkpoint to the table rows that it contains, concatenated along the output dimension.
 
-    A key has the name and shape of the stored tensor, and the path of its first row.
+    Each key is a `Weight` with the name and shape of the stored tensor, and the path of its first row.
 
     >>> config = ModelConfig(family="phi3", vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1)
     >>> [(tensor.name, tensor.shape) for tensor, rows in stored_tensors(config).items() if len(rows) == 2]
@@ -246,7 +246,7 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
 
     Rows whose path ends in a number are stacked. For example, `("layers", 3, "expert_up", 5)` stands for
     `params["layers"][3]["expert_up"][5]`, in an array [experts, out, in] that can be sharded over its first axis. The
-    key of a stack has the path and shape of the array, and the name of its first row.
+    key of a stack is a `Weight` with the path and shape of the array, and the name of its first row.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)
@@ -329,7 +329,7 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTr
 
     Names in paths become keys of dicts, and numbers become indices of tuples.
     """
-    # Build nested dicts first, even for numbers, because the rows may be in any order.
+    # Build nested dicts first, even where the keys are numbers, because the rows may be in any order.
     params: dict[str | int, PyTree] = {}
     for row in rows:
         *parents, last = row.path

@@ -101,7 +101,8 @@ class Running:
         state = self._queue and self._queue.state
         self._queue = None  # the state's buffers are donated, even if an error follows
         with prepared.target.on_mesh():
-            # After a prompt of one token, heads must not use features of earlier tokens.
+            # For a prompt of one token, start from a new state: a draft head would read features of the previous
+            # request.
             has_one_token = len(prepared.requests[0].prompt_tokens) == 1
             if state is None or prepared.decoder != self._decoder or has_one_token:
                 state = _unread(prepared.decoder, prepared.params, prompts)
@@ -113,7 +114,7 @@ class Running:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Return the initial state for prompts that are cut to one token.
+    """Return the initial state for prompts that are truncated to one token.
 
     The length is a compile-time constant, so the compiled program does not run the models.
     """

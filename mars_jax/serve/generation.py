@@ -36,7 +36,7 @@ def generate(
 ) -> Result:
     """Generate completions of prompts by speculative decoding, in batches on the device.
 
-    If there are more prompts than rows, the next prompt is assigned to each row that finishes. Prompts with the highest
+    If there are more prompts than rows, each row that finishes takes the next prompt. Prompts with the highest
     `max_new_tokens` start first. The tokens of a completion do not depend on this order.
 
     Args:

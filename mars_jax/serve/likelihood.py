@@ -49,7 +49,8 @@ def score(
     tokens equal its `TokenLogProbs.log_prob`, up to rounding.
 
     Args:
-      target: the model. On a mesh, rows are sharded over `data`, and other axes are sharded like the weights.
+      target: the model. On a mesh, rows are sharded over `data`, and the weights keep their sharding over the other
+        axes.
       texts: strings or lists of token ids, each no longer than the model's context.
       rows: number of rows per forward pass, which is rounded up to a multiple of the mesh axis `data`.
 

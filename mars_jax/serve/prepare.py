@@ -1,4 +1,4 @@
-"""Preparation of requests for decoding: checks, the decoder and its params, and arrays of prompts.
+"""Preparation of requests for decoding: checks, construction of the decoder and its params, and arrays of prompts.
 
 B batch, T token buffer.
 """
@@ -115,7 +115,7 @@ class Prepared:
         return any(request.temperature != 0 for request in self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> types.Prompts:
-        """Return the prompts of some requests for `Decoder.init`, sharded over `data` on a mesh.
+        """Return the prompts of some requests for `Decoder.init`, sharded over the axis `data` if there is a mesh.
 
         Args:
           entries: the request index of each row, or None for a row that only pads the batch. A padding row starts at
@@ -204,8 +204,8 @@ class Prepared:
             for request in self.requests
         ]
         state = dataclasses.replace(self, requests=requests).start([i % len(requests) for i in range(rows)])
-        # Attention takes longer over a longer cache. Prefill of long prompts would take too long, so count empty slots
-        # as tokens, and leave room for the steps.
+        # A step takes longer with a longer cache. Prefilling real prompts of this length would be slow, so treat empty
+        # slots as tokens. Leave room for the steps.
         room = self.width - (STEPS + 1) * (self.decoder.max_depth + 1)
         with self.target.on_mesh():
             state = dataclasses.replace(state, length=state.length + max(min(self.width // 2, room) - 2, 0))
@@ -220,7 +220,7 @@ class Prepared:
         return seconds / max(int(np.max(hosts.fetch(num_steps))), 1)
 
     def start(self, entries: Sequence[int | None]) -> types.DecodeState:
-        """Return the state after prefill of some requests. `entries` is as for `prompts`."""
+        """Prefill some requests, and return the decoding state. `entries` is as for `prompts`."""
         prompts = decode.ready(self.decoder, self.prompts(entries))
         with self.target.on_mesh():
             return program(decode.start_ready, self.decoder, self.params, prompts)(self.params, prompts)
@@ -257,8 +257,8 @@ def prepared(
     """Check requests, and return them with a decoder for the target and drafter, and its params.
 
     The size of the token buffer is rounded up to a bucket, so that requests of similar lengths share one compilation.
-    Most other differences between requests are array values, which do not affect compilation. Each numeric setting of
-    the rule is one value for all requests, or one per request.
+    Most other settings of requests are array values, which do not affect compilation. Each numeric setting of the rule
+    is one value for all requests, or one per request.
 
     Raises:
       MarsError: a request does not fit the target, the drafter or the rule.
@@ -320,7 +320,7 @@ def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
-    """Raise MarsError if requests restrict where the rule may relax, but the rule is lossless.
+    """Raise MarsError if requests restrict where the rule may relax verification, but the rule is lossless.
 
     Call this only for users' requests, because a benchmark may decode the same requests with a lossless and a lossy
     rule.
@@ -346,7 +346,7 @@ def bucket(length: int) -> int:
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]
     """
-    # Sizes alternate between a power of two and 1.5 times a power of two. For lengths above 64, less than a third of
-    # the size is padding.
+    # The sizes are powers of two and 1.5 times powers of two. For lengths above 64, padding makes up less than a third
+    # of the size.
     sizes = (size for power in itertools.count(6) for size in (2**power, 3 * 2 ** (power - 1)))
     return next(size for size in sizes if size >= length)

@@ -1,10 +1,10 @@
 """A cache of compiled programs on disk, from which later processes load programs without tracing them.
 
-JAX's own cache must trace a program before it can look it up. Here, the key is computed from everything that tracing
-depends on: the source of this package, the decoder with the variables that its functions close over, the shapes of the
-arguments, versions, settings and the machine. If one of these, such as a user's function, cannot be described exactly,
-the program is compiled as usual. Loading a program runs code from its file, so programs are stored only in the user's
-own cache folder.
+To look up a program in JAX's own cache, the program must first be traced. Here, the key is computed from everything
+that tracing depends on: the source of this package, the decoder with the variables that its functions close over, the
+shapes of the arguments, versions, settings and the machine. If one of these, such as a user's function, cannot be
+described exactly, the program is compiled as usual. Loading a program runs code from its file, so programs are stored
+only in the user's own cache folder.
 
 Tested against the results of the process that compiled the program (tests/serve/test_programs.py).
 """
@@ -51,7 +51,7 @@ _is_enabled = False
 def keep_programs(folder: str) -> None:
     """Store this process's programs in a folder.
 
-    A folder that belongs to another user is ignored, because loading its files may run any code. Call this only in
+    A folder that belongs to another user is ignored, because loading a file can run arbitrary code. Call this only in
     commands, whose imported modules match the files on disk.
     """
     global _is_enabled

@@ -1,4 +1,5 @@
-"""A queue of requests for a batch of rows. When a request ends, the next one starts in its row, and others continue.
+"""A queue of requests for a batch of rows. When a request ends, the next one starts in its row, and the other rows
+continue.
 
 B rows. Tested against each request decoded separately (tests/serve/test_queue.py).
 """
@@ -135,8 +136,8 @@ class Queue:
             row_finished = rows.done.copy()
             row_stopped, new_texts = self._read_texts(rows)
             # Only the host searches for stop strings, so mark rows that contain one as done on the device. If a drafter
-            # runs its own steps, the state cannot be changed. Then these rows continue to decode, and their later
-            # tokens are ignored.
+            # runs its own steps, the state cannot be changed, so these rows continue to decode and their later tokens
+            # are ignored.
             if row_stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, row_stopped & ~row_finished)
@@ -196,8 +197,8 @@ class Queue:
                 self._steps = self._steps or prepared.drafter.steps(prepared.decoder, prepared.params, state)
                 state, step_info = next(self._steps)
                 return state, _counted(stats, step_info, state.length), jnp.ones(1, jnp.int32)
-            # Stop when enough rows have ended to refill or yield them. If there is no need for either, stop when all
-            # have ended.
+            # Stop as soon as enough rows have ended, and refill or yield them. If there is no need for either, stop
+            # when all have ended.
             min_ended = max(1, len(self._holds) // WAIT)
             if not (early or self._waiting):
                 min_ended = len(self._holds)

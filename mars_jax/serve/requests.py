@@ -70,7 +70,7 @@ class Options(TypedDict, total=False):
 
 
 class CallOptions(Options, total=False):
-    """`Options`, and the arguments of `generate` that control how prompts are read."""
+    """`Options`, and those arguments of `generate` that have a single value for all prompts."""
 
     chat: bool
     system: str | None
@@ -115,18 +115,18 @@ class Request(RequestSettings):
     # (token id, number to add to its logit); -inf bans a token
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None  # constraint on the completion
-    # spans outside which a lossy rule relaxes no tokens; see `constraints.spans`
+    # spans outside which a lossy rule verifies strictly; see `constraints.spans`
     relax_in: tuple[str, ...] = ()
-    strict_in: tuple[str, ...] = ()  # spans inside which a lossy rule relaxes no tokens
+    strict_in: tuple[str, ...] = ()  # spans inside which a lossy rule verifies strictly
 
     @property
     def spans(self) -> Spans | None:
-        """Spans in which a lossy rule may relax tokens; None means everywhere."""
+        """Spans that limit where a lossy rule may relax verification; None means no limit."""
         return Spans(self.relax_in, self.strict_in) if self.relax_in or self.strict_in else None
 
     @property
     def edits(self) -> bool:
-        """True if the request changes the target's logits by biases, penalties or a minimum length."""
+        """True if the request changes the target's logits with biases, penalties or a minimum length."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias or self.min_new_tokens) or penalties != (1.0, 0.0, 0.0)
 
@@ -313,7 +313,7 @@ def _is_conversation(prompt: object) -> TypeGuard[Sequence[Turn]]:
 
 
 def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
-    """Replace stop strings that are special tokens by stop tokens, because decoded text omits special tokens."""
+    """Replace stop strings that are special tokens with stop tokens, because decoded text omits special tokens."""
     if not target.has_tokenizer:
         raise MarsError(
             f"stop_strings do not apply to '{target.name}', without a tokenizer: give stop_tokens."

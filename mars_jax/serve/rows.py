@@ -1,10 +1,10 @@
-"""Files of JSON rows, to which one process appends the results of a run, and the recorded settings of the run.
+"""Files of JSON rows, to which one process appends the results of a run, and files that record a run's settings.
 
 `FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a hash of both, so that
 rows from a different run are detected, even in a file that combines rows from several machines.
 
-Each row is one line. It is written under a file lock, which is released when the process ends, and followed by fsync.
-If the process is killed, the file contains only complete lines, except possibly the last one.
+Each row is one line. Every write is followed by fsync. The writing process locks the file, and the lock is released
+when the process ends. If the process is killed, the file contains only complete lines, except possibly the last one.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class RowFile:
         """Lock the file. If it has rows, compare its recorded settings with those of this run. No model is loaded yet.
 
         Args:
-          path: path of the file, which does not have to exist.
+          path: path of the file, which need not exist yet.
           settings: all settings that determine the rows, except the fingerprints, which are passed to `start`.
-          flag: command-line flag for the file, for error messages.
+          flag: command-line flag that names the file, for error messages.
           settings_path: file with the recorded settings; default: `FILE.settings.json`.
-          resume: whether the file may already have rows.
+          resume: whether the file may already contain rows.
 
         Raises:
           MarsError: another process is writing to the file, the file cannot be opened, or it belongs to a different
@@ -268,7 +268,7 @@ def compare_settings(
       path: file with the recorded settings.
       settings: settings of this run, as JSON values.
       owner: file or directory of the run, for error messages.
-      flag: command-line flag for the owner, for error messages.
+      flag: command-line flag that names the owner, for error messages.
       but: name of a setting to skip because its value is not known yet.
 
     Raises:
@@ -417,7 +417,7 @@ def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     row_numbers = np.unique(np.linspace(0, math.prod(outer_shape) - 1, ROWS).round().astype(np.int64))
     row_indices = tuple(axis.astype(np.int32) for axis in np.unravel_index(row_numbers, outer_shape))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # To index an array that is sharded over explicit axes, the sharding of the result must be given.
+        # Indexing an array that is sharded over explicit axes requires the sharding of the result.
         return weight.at[row_indices].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
     return weight[row_indices]
 

@@ -211,7 +211,7 @@ class Session:
 
     @activity.doing("timing a step")
     def plain_seconds(self, requests: Sequence[Request]) -> float:
-        """Estimate the seconds that decoding takes without drafting, if all completions reach their length limits.
+        """Estimate how many seconds decoding takes without drafting, if all completions reach their length limits.
 
         The estimate is based on the time of a few steps, and excludes prefill.
         """

@@ -38,7 +38,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
 
     Args:
       prepared: the requests and their decoder.
-      rows: B, the number of rows, a multiple of the mesh axis `data`.
+      rows: B, the number of rows; a multiple of the size of the mesh axis `data`.
       log_probs: whether decoding will record log-probabilities.
     """
     drafter, mesh = prepared.drafter, prepared.target.mesh

@@ -165,7 +165,7 @@ def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds
     """
     prompt_length = len(request.prompt_tokens)
     decoded_tokens = rows.tokens[row, prompt_length : rows.length[row]].tolist()
-    # Detokenize as in streaming, so that both return the same text if a character is split over tokens.
+    # Detokenize as in streaming, so that both return the same text even if a character is split over several tokens.
     row_text = RowText(target, request)
     pieces = row_text.feed_all(decoded_tokens, last=True)
     new_tokens = decoded_tokens[: len(pieces)]
@@ -195,8 +195,8 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
 
     Holtzman et al. 1904.09751 count a completion as repetitive if it ends in three copies of a phrase; their code
     allows phrases of up to 90 tokens. Here, the copies must also have at least 12 tokens in total, so that "!!!" or "ha
-    ha ha" is not a loop. If a completion is cut off inside a phrase, it ends in copies of a rotation of the phrase,
-    which also count. A final stop token is ignored.
+    ha ha" does not count as a loop. If a completion is cut off inside a phrase, it ends in copies of a rotation of the
+    phrase, which also count. A final stop token is ignored.
 
     Source: 1904.09751. Raises: nothing.
 

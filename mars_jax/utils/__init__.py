@@ -1,1 +1,4 @@
-"""Utilities of all packages: errors, limits, settings, paths, user code. Only `compilations` and `hosts` import jax."""
+"""Utilities shared by all packages: errors, limits, settings, paths, user code.
+
+Only `compilations` and `hosts` import jax.
+"""

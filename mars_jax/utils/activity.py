@@ -1,4 +1,4 @@
-"""A registry of running activities, which commands read to report their progress. Does not import jax."""
+"""A registry of running activities, which commands read to report their progress. This module does not import jax."""
 
 from __future__ import annotations
 

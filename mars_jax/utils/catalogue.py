@@ -15,7 +15,7 @@ from mars_jax.utils import assets
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A model with a short name, and its drafters."""
+    """A model, its short name and its drafters."""
 
     name: str
     repository: str = ""  # owner/name on the Hugging Face hub; "" for weights included in mars-jax
@@ -30,7 +30,10 @@ class ModelRow:
     copies_pay: bool = False  # True if n-grams were measured to be faster than all of `drafts`
 
     def is_called(self, name: str) -> bool:
-        """Return True if `name` is the row's name or repository, or a path that ends in one of these or in its file."""
+        """Return True if `name` denotes this model.
+
+        It may be the row's name or repository, or a path that ends in either or in the model's GGUF file.
+        """
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache stores a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached_names = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]

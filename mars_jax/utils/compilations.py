@@ -1,6 +1,6 @@
 """A folder that caches compiled programs and other results that take a long time to compute.
 
-Tests: tests/core/test_compilations.py, with the cache of a second process.
+Tested by loading programs in a second process (tests/core/test_compilations.py).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def short_repr(value: object) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Shorten a text to at most `most` characters. A text that was longer ends in three dots.
+    """Shorten a text to at most `most` characters. If the text was longer, the result ends in three dots.
 
     >>> shortened("abcdef", 6), shortened("abcdefg", 6)
     ('abcdef', 'abc...')
@@ -166,7 +166,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a suggestion of the valid name that is most similar to a mistyped name, or "" if no name is similar.
+    """Return a suggestion: the valid name that is most similar to a mistyped name, or "" if no name is similar.
 
     >>> did_you_mean("--temprature", ["--temperature", "--theta"])
     ' (did you mean --temperature?)'

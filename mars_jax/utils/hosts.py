@@ -89,9 +89,10 @@ def connect(
 
 
 def _can_listen(coordinator: str) -> bool:
-    """Return True if this machine can listen on an address or cannot resolve it (JAX reports that error).
+    """Return True if this machine can listen on an address, or if the address cannot be resolved.
 
-    Check the address in advance, because jaxlib may crash if its server cannot start.
+    Check the address in advance, because jaxlib may crash if its server cannot start. JAX itself reports an address
+    that cannot be resolved.
     """
     host, _, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator).rpartition(":")
     try:
@@ -118,7 +119,7 @@ def _no_listening(coordinator: str | None) -> MarsError:
 
 
 def check_devices() -> None:
-    """Raise MarsError if JAX cannot initialise the devices in JAX_PLATFORMS. Call this function after `connect`."""
+    """Raise MarsError if JAX cannot initialise a platform in JAX_PLATFORMS. Call this function after `connect`."""
     try:
         jax.devices()
     # If there is no plugin for a platform, JAX raises an AssertionError without a message.

@@ -1,4 +1,4 @@
-"""Loading of plugins, which are modules that register rules and drafters when they are imported.
+"""Loader of plugins: modules that register rules and drafters when they are imported.
 
 Each plugin is an entry point in the group `mars_jax.plugins`. The package `mars_jax.contrib` is itself a plugin.
 """

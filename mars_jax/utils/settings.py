@@ -1,4 +1,4 @@
-"""Declarations of settings: their names, types, ranges, defaults and descriptions. Does not import jax.
+"""Declarations of settings: their names, types, ranges, defaults and descriptions. This module does not import jax.
 
 Tests: tests/test_tables.py.
 """
@@ -312,7 +312,7 @@ class RequestSettings:
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
         help="subtract X from the logit of every token that is in the output (default: off)",
     )
-    # penalty on a token, once for each of its occurrences in the completion; 0 disables it
+    # penalty on a token for each of its occurrences in the completion; 0 disables it
     frequency_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),

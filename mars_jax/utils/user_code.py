@@ -1,4 +1,4 @@
-"""Functions that load a user's functions from files and describe the exceptions they raise. Does not import jax."""
+"""Functions that load a user's functions from files and describe the exceptions they raise, without importing jax."""
 
 from __future__ import annotations
 

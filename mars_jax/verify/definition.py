@@ -1,8 +1,8 @@
 """Registry of rules. Each rule has a name, and a definition that is derived from the rule's class.
 
 The fields of a class declare the settings of the rule. Flags, keys of prompts files, lists of rules and checks are
-derived from the definitions. Rules of other packages are plugins: an entry point in the group `mars_jax.plugins`
-refers to a module that registers rules when it is imported.
+derived from the definitions. Other packages can provide rules as plugins: an entry point in the group
+`mars_jax.plugins` refers to a module that registers rules when it is imported.
 
 Tests: tests/verify/test_definition.py.
 """
@@ -144,7 +144,7 @@ def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def rules() -> Mapping[str, Definition]:
-    """Return the definitions of all registered rules, by name. Rules of plugins come last.
+    """Return the definitions of all registered rules, by name. Rules from plugins come last.
 
     >>> [*rules()][:3], "fly" in rules()
     (['exact', 'rejection', 'mars'], True)

@@ -1,4 +1,4 @@
-"""Statistics of drafted tokens under the target's distribution at their parents, for rules that relax edges.
+"""Statistics of each drafted token under the target's distribution at its parent node, for rules that relax edges.
 
 By default, the statistics are computed from raw logits, that is, at temperature 1 regardless of the row's temperature.
 The entries for the root and for padding are meaningless. Tested against the logits warpers of transformers

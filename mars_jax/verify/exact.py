@@ -55,7 +55,8 @@ class Exact(Rule):
         y = target_tokens(evidence)
         target_token = at_parent(tree, y)  # i32[B, N]; y at each node's parent; exact nodes have this token
         if allowed is not None:
-            # If the edge is not relaxed, the row emits y. A y that is a stop token must not be replaced.
+            # If the edge is not relaxed, the row emits y. If y is a stop token, it must be emitted, so do not relax the
+            # edge.
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(target_token, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == target_token, allowed)
         # The last entry of the path is the node where the walk stopped. Its y corrects the rejected token, or is the

@@ -1,4 +1,4 @@
-"""Base class of lossy rules, which handles strict rows and the exact prefix.
+"""Base class for lossy rules, with support for strict rows and the exact prefix.
 
 Tests: tests/verify/test_rules.py. Dimensions: B batch, N nodes.
 """
@@ -18,10 +18,10 @@ from mars_jax.verify.ranges import WHOLE
 
 @struct.dataclass(kw_only=True)
 class Lossy(Rule):
-    """Base class of lossy rules. The first `exact_prefix` generated tokens of a row are verified strictly.
+    """Base class for lossy rules. The first `exact_prefix` generated tokens of a row are verified strictly.
 
-    `exact_prefix` is 0 by default, as in the papers that propose these rules. Lossy rules make a model less robust
-    against jailbreaks and prompt injection than their benchmark scores suggest. If only the first token is verified
+    `exact_prefix` is 0 by default, as in the papers that propose these rules. Lossy rules reduce a model's robustness
+    against jailbreaks and prompt injection by more than benchmark scores suggest. If only the first token is verified
     strictly, Qwen3 regains most of its robustness, but Llama-3 only a little (Secure Speculative Decoding, arXiv
     2610.08678).
     """

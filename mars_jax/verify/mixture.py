@@ -28,9 +28,9 @@ class Mixture(Retargeted):
     DIVERSED with a static weight w (arXiv 2604.07622): the output follows v = w p + (1 - w) q.
 
     Accept a drafted token x with probability min(1, v(x) / q(x)). Otherwise, sample from norm((v - q)+), which equals
-    norm((p - q)+). Both p and q are distributions after temperature and filters. At temperature 0, the rule is exact.
-    In contrast, `assistant_ensemble_weight` of transformers then compares drafted tokens with the top token of the
-    mixture at temperature 1. The rule is lossy. At weight 1, it equals `rejection` bit for bit.
+    norm((p - q)+). Both p and q are distributions after temperature and filters. At temperature 0, the rule is exact,
+    whereas transformers' `assistant_ensemble_weight` compares drafted tokens with the top token of the mixture at
+    temperature 1. The rule is lossy. At weight 1, it equals `rejection` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify

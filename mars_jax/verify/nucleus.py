@@ -29,9 +29,9 @@ from mars_jax.verify.relaxed import Relaxed, base_setting
 class Nucleus(Relaxed):
     """Also accept tokens in the nucleus of the target's distribution.
 
-    Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if `rejection` accepts it, that is, if
-    u <= p(x) / q(x), or if x is in the nucleus of p. A token is in the nucleus if all tokens that are more likely have
-    a total probability below `mass`.
+    Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if `rejection` accepts it (u <= p(x) / q(x)), or if
+    x is in the nucleus of p. A token is in the nucleus if the tokens that are more likely than it have a total
+    probability below `mass`.
 
     After a rejection, the next token is drawn from norm((p - q)+) as usual. In one step, the total variation distance
     from the target's distribution is therefore the sum of (q - p)+ over the nucleus. Here p is the target's

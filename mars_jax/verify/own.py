@@ -1,4 +1,4 @@
-"""Definitions of user-defined rules, which users specify as FILE.py:NAME or package.module:NAME.
+"""User-defined rules, specified as FILE.py:NAME or package.module:NAME, and their definitions.
 
 A file is executed only if the user names it.
 """

@@ -12,7 +12,7 @@ WHOLE = Range("a whole number of at least 0", 0, LARGEST_INT)
 
 
 def share(words: str, grid: tuple[float, ...]) -> Range:
-    """Return the range that contains the numbers in (0, 1], and inf."""
+    """Return a range that contains (0, 1] and inf."""
     return Range(words, 0, 1, above=True, inf=True, grid=grid)
 
 

@@ -41,7 +41,7 @@ def block_setting() -> bool:
 @register("rejection", paper="2211.17192, 2302.01318; siblings: 2305.09781; block: 2403.10444")
 @struct.dataclass(kw_only=True)
 class Rejection(Rule):
-    """Speculative sampling with the draft's true probabilities.
+    """Speculative sampling, which uses the probabilities q from which the draft was sampled.
 
     The output follows the target's distribution exactly, for any q.
 
@@ -77,7 +77,7 @@ class Rejection(Rule):
         """Verify like `__call__`, but instead of stopping, take an edge in `allowed` and continue.
 
         The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token,
-        and verifies the tokens below it as a new draft. With blocks, the verification of the new draft is only
+        and verifies the tokens below it as a new draft. With `block=True`, the verification of the new draft is only
         approximately lossless: its tokens influenced where the first block stopped, so they are no longer samples from
         q.
         """
@@ -234,7 +234,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]
     # r_i of the paper is the probability of accepting at least the first i drafted tokens, given these tokens: r_0 = 1
-    # and r_i = min(r_(i - 1) p / q, 1) for the token of node i. In a stretch that begins at `start`, r_start = 1.
+    # and r_i = min(r_(i - 1) p / q, 1) for the token of node i. If the rule restarts at node `start`, r_start = 1.
     r = [jnp.ones(start.shape, jnp.float32)]
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
@@ -243,14 +243,14 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     m = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     m = jnp.pad(m, ((0, 0), (0, 1)))
     # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. If h_i is 0 / 0, then r = 1 and p = q, so
-    # this prefix is certainly accepted, and so is a longer one.
+    # this prefix always passes the test, and so does the next longer one.
     divisor = m + 1.0 - r
     h = jnp.where(
         node == ratios.length[:, None],
         r,
         jnp.where(divisor > 0, m / jnp.where(divisor > 0, divisor, 1.0), 1.0),
     )
-    # Take the longest prefix that passes the test. The start of the stretch always passes.
+    # Take the longest prefix that passes the test. If none passes, stop at `start`.
     passes = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(passes, node, start[:, None]), axis=1)
     return stop, pick_one(r, stop)

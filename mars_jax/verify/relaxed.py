@@ -125,8 +125,8 @@ class Relaxed(Lossy):
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
         may_relax = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
         # id1 is the target's top token, which a strict greedy walk would take instead of x. If x is a stop token,
-        # relaxing it would end an output that the target continues. If id1 is a stop token, relaxing x would continue
-        # an output that the target ends.
+        # accepting it would end an output that the target would continue. If id1 is a stop token, accepting x would
+        # continue an output that the target would end.
         may_relax &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )
@@ -141,8 +141,8 @@ class Relaxed(Lossy):
         guarded_edges = self.guarded(evidence)
         check_array(self, "guarded", guarded_edges, "bool", evidence.tree.tokens.shape)
         allowed = Allowance(guarded_edges, self.max_relaxed_run, cost, budget, self.max_relaxed)
-        # The base verifies strictly. When it would stop, it takes an allowed edge instead, unless it would emit a stop
-        # token.
+        # The base walks the tree strictly. Where its walk would end, it follows an allowed edge instead, unless it
+        # would emit a stop token.
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self

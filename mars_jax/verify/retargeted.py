@@ -51,7 +51,7 @@ class Retargeted(Lossy):
           log_q: f32[B, N, V]; log probabilities of the draft. They are -inf for tokens that the draft cannot sample,
             and for all tokens except the drafted one in a deterministic draft. At nodes without children, log_q is
             log_p.
-          evidence: evidence of the step.
+          evidence: the inputs of the rule in this step.
         """
         raise MarsError(f"the rule {type(self).__name__} defines no target: give it a method target.")
 

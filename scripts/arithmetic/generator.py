@@ -121,7 +121,7 @@ def _kinds(number: int, rng: Random) -> list[Kind]:
 
 
 def _operands(sign: str, left: int) -> Sequence[int]:
-    """Return the valid right operands: results stay within 1..100, and multiplication tables within 10 * 9."""
+    """Return the right operands that keep results in 1..100 and stay within the multiplication table up to 10 * 9."""
     if sign == "+":
         return range(2, min(30, 100 - left) + 1)
     if sign == "-":

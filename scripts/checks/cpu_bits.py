@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the speed and the loss of a model, keyed by dtype. Keys of transformers are "transformers, DTYPE"."""
+    """Return the speed and the loss of a model, keyed by dtype. The keys for transformers are "transformers, DTYPE"."""
     source = str(write_stand_in(args.folder / "stand-in-270m.gguf")) if name == "stand-in" else name
     random = name in ("stand-in", "qwen2.5-0.5b")
     load = random_target if name == "qwen2.5-0.5b" else partial(mj.load, source)

@@ -3,7 +3,7 @@
     python -m scripts.checks.defaults --target smollm2 --keep scripts/results/defaults_smollm2.json
     python -m scripts.checks.defaults --target tiny/target --keep scripts/results/defaults_tiny.json
 
-Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns at each prompt, so that a
+Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns on each prompt, so that a
 temporary slowdown of the machine affects all of them. As in a session, programs are compiled and step costs are
 measured in advance. The report is written after every prompt, and a later run with the same settings continues it.
 `--data` is the folder with the prompt sets. The default of this flag is `data/eval` in the folder given by the
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
         )
         for kind, longest in KINDS.items()
     }
-    # Prepare the requests of all kinds with the same maximum together, so that their programs have the same shapes.
+    # Kinds with the same maximum length share a batch, so that their programs have the same shapes.
     batches = {
         kind: [request for other in KINDS if KINDS[other] == KINDS[kind] for request in requests[other]]
         for kind in KINDS

@@ -1,4 +1,4 @@
-"""Load variants of published checkpoints, at small sizes with random weights, and compare logits with transformers.
+"""Load small variants of published checkpoints with random weights, and compare their logits with transformers.
 
     python -m scripts.checks.family_variants --output FILE
 

@@ -114,7 +114,7 @@ def run(model: str, cache: Path) -> dict[str, float]:
     """Run the command in a new process, and return its wall time and processor seconds."""
     command = [sys.executable, "-m", "mars_jax.generate", "--target", model, "--max-new-tokens", "16", PROMPT]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    # Store bytecode in the cache folder: as in an installed package, only the first run compiles the modules.
+    # Store bytecode in the cache folder so that only the first run compiles the modules, as in an installed package.
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPYCACHEPREFIX": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)

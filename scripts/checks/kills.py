@@ -4,8 +4,8 @@
     python -m scripts.checks.kills --times 10 --signals KILL INT --results interrupts.json
 
 Every command uses the embedded family. Apart from times, the results must be identical. A command that receives INT or
-TERM must also end with the exit code of the signal and with one line that names it. The script ends with exit code 1 if
-a command fails one of these checks. Writes scripts/results/kills.json.
+TERM must also print exactly one line that names the signal, and end with the signal's exit code. The script ends with
+exit code 1 if a command fails one of these checks. Writes scripts/results/kills.json.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Command(NamedTuple):
 
 
 def timeless(value: Any) -> Any:
-    """Return a JSON value without times, speedups and the intervals of speedups."""
+    """Return a JSON value without its times, speedups and intervals of speedups."""
     if isinstance(value, dict):
         return {k: timeless(v) for k, v in value.items() if k not in TIMES and not k.startswith("speedup")}
     return [timeless(v) for v in value] if isinstance(value, list) else value
@@ -159,7 +159,7 @@ def catches(process: int, number: int) -> bool:
 def attack(
     command: Command, work: Path, times: int, numbers: Sequence[signal.Signals], rng: random.Random
 ) -> dict[str, Any]:
-    """Kill a command `times` times, up to `CHAIN` times per run, and compare the results with an uninterrupted run.
+    """Kill a command `times` times, up to `CHAIN` times per run, and compare its results with an uninterrupted run's.
 
     The kills cycle through the signals.
     """

@@ -1,25 +1,25 @@
 """Make 60 small changes to the package, one at a time, and check that a test fails for each.
 
     pip install -e ".[dev]"
-    python -m scripts.checks.mutants --seed 22           # draws, runs mutants without an outcome, writes after each
-    python -m scripts.checks.mutants --seed 22 --again   # runs the survivors again, after tests were added
+    python -m scripts.checks.mutants --seed 22           # draw mutants and run those without an outcome
+    python -m scripts.checks.mutants --seed 22 --again   # rerun the survivors after adding tests
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
 The operators come from mutmut (libcst). The runner of mutmut does not work with jax. mutmut switches mutants on when
-functions are called, and skips decorated functions, so it misses jitted functions. For a changed function, mutmut runs
-the tests that called it in a first run, but a compiled program does not call its Python functions again. This script
-therefore imports jax and forks for each mutant. In the fork, the changed source is loaded instead of the module's file.
-The checkout stays unchanged.
+functions are called, and skips decorated functions, so it misses jitted functions. For each changed function, mutmut
+runs the tests that were seen to call it in an initial run, but a program that is already compiled no longer calls its
+Python functions. This script therefore imports jax and forks for each mutant. In the fork, the changed source is loaded
+instead of the module's file. The checkout stays unchanged.
 
-Mutants are drawn with a seed, the same number from each of five packages of mars_jax. Within a package, the draw cycles
-through the operators, because most possible mutants drop an argument, which any test notices. Docstrings, annotations,
-error messages and code for type checkers are not changed. The fast tests of the package, of tests/matrix and of the
-packages that import the file run until a test fails or the budget of processor seconds is spent. A survivor counts as a
-gap in the tests until it is explained. Only the first pass of a seed measures how good the tests are, because tests for
-its survivors are added afterwards.
+Mutants are drawn with a seed, in equal numbers from each of five packages of mars_jax. Within a package, the draw
+cycles through the operators, because most possible mutants drop an argument, which any test would catch. Docstrings,
+annotations, error messages and code for type checkers are not changed. For each mutant, the script runs the fast tests
+of its package, of tests/matrix and of the packages that import the file, until a test fails or the budget of processor
+seconds is spent. A survivor counts as a gap in the tests until it is explained. Only the first pass of a seed measures
+how good the tests are, because tests for its survivors are added afterwards.
 
-Writes scripts/results/mutants_SEED.json.
+Writes scripts/results/mutants_SEED.json after each mutant.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _control(report: dict[str, Any]) -> None:
-    """Run each test that killed a mutant again, on unchanged code. If the test fails, discard its kills."""
+    """Rerun, on unchanged code, each test that killed a mutant. If the test fails, discard its kills."""
     report.setdefault("controlled", [])
     killers = {
         record["by"] for record in report["mutants"] if record["outcome"] == "killed" and "::" in record["by"]
@@ -262,7 +262,10 @@ def _control(report: dict[str, Any]) -> None:
 
 
 def _warm() -> None:
-    """Import the third-party modules that the tests use. This starts no JAX backend, so a fork loses no threads."""
+    """Import the third-party modules that the tests use.
+
+    This starts no JAX backend, because the backend's threads would not survive a fork.
+    """
     import tests.conftest  # noqa: F401  # it sets the variables that jax reads on import
 
     modules = "flax.struct jax.experimental.pallas scipy.stats hypothesis optax pytest transformers"

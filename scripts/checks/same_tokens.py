@@ -1,4 +1,4 @@
-"""Compare the tokens of another commit of mars-jax with those of this one: every rule and every drafter, 16 prompts.
+"""Compare the tokens of another commit of mars-jax with those of this one, for every rule and drafter, on 16 prompts.
 
     python -m scripts.checks.same_tokens --old REV --output FILE
 

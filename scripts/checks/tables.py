@@ -36,7 +36,7 @@ def checks() -> dict[str, Any]:
 
 
 def same_cost() -> dict[str, Any]:
-    """Return the cost of steps and imports relative to an older commit, from same_cost.json."""
+    """Return, from same_cost.json, the cost of steps and imports relative to an older commit."""
     report = load("same_cost.json")
     return {
         "old": report["old"],
@@ -58,7 +58,7 @@ def same_cost() -> dict[str, Any]:
 
 
 def same_tokens() -> dict[str, Any]:
-    """Return the cases of same_tokens.json: their number, drafters and rules."""
+    """Return the results in same_tokens.json: numbers of cases, and the drafters and rules that were compared."""
     report = load("same_tokens.json")
     pairs = dict.fromkeys(tuple(case.split(", ")[:2]) for case in report["texts_that_differ"])
     return {
@@ -72,7 +72,7 @@ def same_tokens() -> dict[str, Any]:
 
 
 def family_variants() -> dict[str, Any]:
-    """Return the variants of published configs from family_variants.json, and how many had each outcome."""
+    """Return the variants of published configs in family_variants.json, and the number with each outcome."""
     rows = load("family_variants.json")["variants"]
     return {
         "counts": collections.Counter(row["outcome"] for row in rows),
@@ -89,7 +89,7 @@ def family_variants() -> dict[str, Any]:
 
 
 def recurrent_states() -> dict[str, Any]:
-    """Return sizes and times of two ways to undo rejected tokens in recurrent layers, from recurrent_states.json."""
+    """Return, from recurrent_states.json, sizes and times of two ways to undo rejected tokens in recurrent layers."""
     rows = load("recurrent_states.json")["rows"]
     ratios = {row["nodes"]: row["time_ratio"] for row in rows}
     ways = {"states": "state", "inputs": "inputs (1)", "all_states": "all states (2)"}
@@ -109,7 +109,7 @@ def recurrent_states() -> dict[str, Any]:
 
 
 def kills() -> dict[str, Any]:
-    """Return the commands that were killed at random moments, from kills.json."""
+    """Return the results of killing commands at random times, from kills.json."""
     rows = load("kills.json")
     return {
         "rows": [

@@ -41,7 +41,8 @@ def timed_in_turns(
 
 
 def entry(name: str, bytes_read: int, timed: dict[str, Any], copy: str | None) -> dict[str, Any]:
-    """Return a record. If `copy` names the form that copies the operands, add the floor and the bandwidth shares."""
+    """Return a record. If `copy` is the name of a form that copies the operands, use its time to add the floor and each
+    form's share of the bandwidth."""
     result: dict[str, Any] = {"name": name, "bytes_read": bytes_read, "forms": timed}
     if copy is not None:
         floor = timed[copy]["median_ms"] / 2

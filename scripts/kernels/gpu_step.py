@@ -3,10 +3,10 @@
     python -m scripts.kernels.gpu_step --output scripts/results/gpu_step_h100.json
 
 Weights are random and acceptance is simulated, as in `mars-jax check`. For each program, the report also lists the
-copies, fusions and concatenations in the body of the decode loop. A section of the report is one group of programs,
-compiled as one variant. Each section runs in a child process with a time limit, so a compiler that hangs or crashes
-costs only one section. The report is written after every measurement. Run the same command again to continue a report.
-Finished sections are skipped, and so are variants with options that this version of XLA does not have.
+copies, fusions and concatenations in the body of the decode loop. Each section of the report covers one group of
+programs, compiled as one variant. Each section runs in a child process with a time limit, so a compiler that hangs or
+crashes costs only one section. The report is written after every measurement. Run the same command again to continue a
+report. Finished sections are skipped, and so are variants with options that this version of XLA does not have.
 
 This command runs everything on a CPU, in one process:
 
@@ -135,7 +135,7 @@ SECTIONS = {
         ("prompts", "no dot merger"),
         ("prompts", "no dot merger, graphs"),
     ],
-    # GPU options have no effect on a CPU, so only the programs that compile fastest, prompts, are compiled with them.
+    # GPU options have no effect on a CPU, so only the prompt programs, which compile fastest, are compiled with them.
     "tiny": [
         ("device", "default"),
         ("steps", "default"),

@@ -292,7 +292,7 @@ def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learn
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file without the last line if it is incomplete, as after a kill."""
+    """Return the rows of a file, skipping lines that are not JSON, such as an incomplete last line after a kill."""
     if not file.exists():
         return []
     rows = []

@@ -22,7 +22,7 @@ class Sums(NamedTuple):
 
     steps: np.ndarray
     emitted: np.ndarray
-    score: np.ndarray  # summed log-likelihood, or 1 for a right answer
+    score: np.ndarray  # summed log-likelihood, or 1 for a correct answer
     score_count: np.ndarray  # number of tokens in the log-likelihood, or 1
     relaxed: np.ndarray
     accepted: np.ndarray
@@ -81,7 +81,7 @@ def tau_of(arm: Sums, w: np.ndarray) -> np.ndarray:
 
 
 def score_of(arm: Sums, w: np.ndarray) -> np.ndarray:
-    """Return the score of an arm, f64[R + 1]: nats per token, or the share of right answers."""
+    """Return the score of an arm, f64[R + 1]: nats per token, or the share of correct answers."""
     return (w @ arm.score) / (w @ arm.score_count)
 
 
@@ -115,7 +115,7 @@ def at_tau(curve: Sequence[Sums], w: np.ndarray, tau: np.ndarray) -> np.ndarray:
 
 
 def figures(arm: Sums, undrafted: Sums, strict: Sums | None, curve: Sequence[Sums]) -> dict[str, Any]:
-    """Compare an arm with the target without a draft, its strict rule with the same draft, and `mars` at equal tau."""
+    """Compare an arm with three others: no draft, the strict rule with the same draft, and `mars` at equal tau."""
     n = len(arm.steps)
     w = weights(n)
     tau, score = tau_of(arm, w), score_of(arm, w)

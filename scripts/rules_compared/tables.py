@@ -1,4 +1,4 @@
-"""Numbers that compare all rules, from eval_rules.json."""
+"""Tables that compare all rules, computed from eval_rules.json."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _draft(draft: str) -> str:
 
 
 def _score(task: str, values: list[float] | None) -> str:
-    """Format a difference of scores, in nats per token or in points."""
+    """Format a difference between scores, in nats per token or in points."""
     if values is None:
         return "-"
     scale = 100 if task == "arithmetic" else 1

@@ -12,7 +12,7 @@ HEAD = "eagle:smollm2/eagle3"
 
 
 def prompts(target: mj.Pretrained, path: Path, count: int, longest: int) -> list[tuple[int, list[int]]]:
-    """Return (position in the file, tokens) of the first `count` questions with at most `longest` tokens as chats."""
+    """Return (position in the file, tokens) of the first `count` questions whose chats have up to `longest` tokens."""
     with lzma.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
     questions = [row["question"] if "question" in row else row["turns"][0] for row in rows]

@@ -6,8 +6,8 @@
 All arms read the same GGUF file and run in one process, on the same cores with the same number of threads. The arms
 take turns (A B A B ...) after a warm-up. Times include prefill and exclude compilation. The JSON contains the number of
 completions that are identical to those of transformers. In float32, all completions should be identical; llama.cpp's 8-
-and 4-bit copies have different weights. No smaller model with this vocabulary exists that could assist transformers, so
-the target's own first layers draft (`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
+and 4-bit copies have different weights. No smaller model with this vocabulary exists, so transformers drafts with the
+target's own first layers (`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK = 512
 
 
 class Llama:
-    """llama.cpp, through cyllama. It decodes a batch as sequences of one context, or one prompt with a draft model."""
+    """llama.cpp, through cyllama. It decodes a batch in one context, or a single prompt with a draft model."""
 
     def __init__(self, lib: Any, path: Path, threads: int, new: int):
         self._lib, self._threads, self._new = lib, threads, new
@@ -82,7 +82,7 @@ class Llama:
         return completions
 
     def speculate(self, prompt: list[int], draft: Llama, length: int) -> list[int]:
-        """Decode one prompt greedily; another model drafts up to `length` tokens (llama.cpp's `common_speculative`)."""
+        """Decode one prompt greedily with drafts of up to `length` tokens by another model (`common_speculative`)."""
         lib = self._lib
         context = self._context(len(prompt) + self._new + length + 8, 1)
         draft_context = draft._context(len(prompt) + self._new + length + 8, 1)
@@ -159,7 +159,7 @@ def one_by_one(run: Callable[..., Tokens], **options: Any) -> Callable[[Tokens],
 
 
 def measure(arms: dict[str, Callable[[Tokens], Tokens]], prompts: Tokens, repeats: int) -> dict[str, Any]:
-    """Time all arms in turns. For each arm, return the seconds of each run, and the tokens/s at the median."""
+    """Time all arms, interleaved. For each arm, report the seconds of every run and the tokens/s of the median run."""
     report: dict[str, Any] = {}
     completions: dict[str, Tokens] = {}
     for name, run in list(arms.items()):

@@ -1,4 +1,4 @@
-"""PyTorch transformers, for the scripts that compare with it."""
+"""Hugging Face transformers on PyTorch, for the scripts that compare mars-jax with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tokens = list[list[int]]
 
 
 class Transformers:
-    """A checkpoint in transformers, which uses one thread for each core that this process may use."""
+    """A checkpoint loaded with transformers; PyTorch uses one thread for each core available to this process."""
 
     def __init__(self, path: Path, dtype: str = "float32", **options: Any):
         """

@@ -82,7 +82,7 @@ def _of_module(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
-    """Yield (line, paragraph) for each paragraph of a text, without code, examples, tables and headings."""
+    """Yield (line, paragraph) for each paragraph of a text, leaving out code, examples, tables and headings."""
     block: list[str] = []
     fenced = False
     for line, content in enumerate([*text.split("\n"), ""], first):

@@ -2,7 +2,7 @@
 
     python -m scripts.tools.release_notes v0.1.0
 
-The tag, `version` in pyproject.toml and `__version__` must match, and the changelog must state a date for the version.
+The tag, `version` in pyproject.toml and `__version__` must match, and the changelog must give a date for the version.
 """
 
 from __future__ import annotations

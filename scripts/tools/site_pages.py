@@ -202,7 +202,7 @@ REFERENCE = {
 
 
 def promised() -> dict[str, list[str]]:
-    """Return the public names that docs/stability.md lists, by purpose."""
+    """Return the public names in docs/stability.md, keyed by purpose."""
     text = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
     rows = text[text.index("| use | names |") :].split("\n\n")[0].splitlines()[2:]
     cells = (row.strip("| ").split(" | ") for row in rows)
@@ -210,7 +210,7 @@ def promised() -> dict[str, list[str]]:
 
 
 def api_names() -> dict[str, list[Name]]:
-    """Return the names in the API reference by purpose: first the public names, then other exported names."""
+    """Return the names in the API reference, keyed by purpose: the public names, then other exported names."""
     import mars_jax
     from mars_jax import contrib
 
@@ -274,7 +274,7 @@ def _file(module: str) -> Path:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module:
-    path = _file(module)  # does not exist for nested classes and modules of other packages
+    path = _file(module)  # absent for nested classes and for other packages' modules
     return ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
 
 

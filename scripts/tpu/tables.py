@@ -1,4 +1,4 @@
-"""Numbers about TPU slices: plans by the compiler, 4 and 8 bits on one chip, speedups at the taus of the MARS paper."""
+"""Tables about TPU slices: the compiler's plans, 4 and 8 bits on one chip, and speedups at the MARS paper's taus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GENERATIONS = ("v5e", "v6e", "v5p")
 
 
 def figures() -> dict[str, Any]:
-    """Return the variables of the page."""
+    """Return the variables of the page's template."""
     return {"plans": plans(), "one_chip": one_chip(), "published": published()}
 
 
@@ -54,7 +54,8 @@ def published() -> dict[str, Any]:
     def row(name: str, plan: Mapping[str, Any]) -> list[str]:
         paper, step, plain_step = plan["published"], plan["step"], plan["alone"]
         ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (plain_step, step)]
-        # Assume the same time per routine for both steps: the shorter one for both, or the longer one for both.
+        # The ends of a range assume two times per routine, which are the same for both steps. So divide low by low and
+        # high by high.
         shares = sorted(a / b for a, b in zip(plain_step, step, strict=True))
         speedups = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
         cells = zip(paper["tau"], paper["speed"], speedups, strict=True)

@@ -20,7 +20,7 @@ from scripts.tpu_schedule.step import StepCost
 
 
 def show(name: str, cost: StepCost) -> None:
-    """Print a table of the costs of the parts of a step."""
+    """Print a table of the cost of each part of a step."""
     print(f"{name}\n{'part':<20}{'ms':>10}{'launches':>10}{'GB':>8}{'kilobundles':>13}{'collectives':>13}")
     for part in sorted(cost.parts, key=lambda part: -cost.seconds[part]):
         row = cost.parts[part]

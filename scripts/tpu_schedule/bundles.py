@@ -28,7 +28,8 @@ BRANCH_DELAY = 4
 """Number of bundles after a branch that still run before the jump."""
 MOST_BUNDLES = 1 << 22
 
-# A bundle follows an address, a label (LB: loop body, PF: fall through, ...) and one '>' for each enclosing loop.
+# Each bundle is preceded by an address, sometimes a label (LB: loop body, PF: fall through, ...), and one '>' for each
+# enclosing loop.
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*>*\s*(\{)", re.M)
 
 
@@ -39,7 +40,7 @@ class Routine:
     bundles: list[str]
 
     def calls(self) -> list[tuple[str, int]]:
-        """Return the HLO instructions that the routine calls, each with the number of bundles before it."""
+        """Return the called HLO instructions, each with the number of bundles since the previous call."""
         calls, since = [], 0
         for bundle in self.bundles:
             since += 1
@@ -234,7 +235,7 @@ def _statements(bundle: str) -> list[_Statement]:
         elif computed := re.match(r"%(\w+) = (s\w+(?:\.\w+)*|p\w+) (.*)", text, re.S):
             result, operation, operands = computed.groups()
             if operation == "smov":
-                # `(p, a), b` is b if p holds, else a.
+                # `(p, a), b` means b if p holds, else a.
                 operands = re.sub(r"\((!?%\w+), ([^)]*)\), (.*)", r"\1, \3, \2", operands)
             # Remove the predicate of a whole statement: the result is used only if the predicate holds.
             operands = re.sub(r"^\(!?%\w+\), ", "", operands)

@@ -21,7 +21,7 @@ class Shape:
     minor_to_major: tuple[int, ...] = ()
     # Size of the outermost tile. A chip stores only whole tiles.
     tile: tuple[int, ...] = ()
-    # Memory space: 0 is HBM. On a TPU, 1 is VMEM, 2 is the semaphores, and 6 is scalar memory.
+    # Memory space: 0 is HBM. On a TPU, 1 is VMEM, 2 is semaphore memory, and 6 is scalar memory.
     space: int = 0
 
     @property

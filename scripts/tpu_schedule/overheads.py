@@ -26,8 +26,8 @@ LAYER_PARTS = ("target", "target/attention", "target/mlp")
 def write_table(folder: Path, names: Sequence[str]) -> None:
     """Measure rows such as "v5e-int8", and write them to the table. If `names` is empty, measure all rows.
 
-    Rows in bfloat16 and the costs of drafting are measured on a whole slice, and int8 and int4 on one device of it.
-    Rows that are not measured stay unchanged.
+    The rows for bfloat16 and the costs of drafting are measured on a whole slice, and the rows for int8 and int4 on one
+    of its devices. Rows that are not measured stay unchanged.
     """
     table: dict[str, Any] = {"chips": {}}
     if estimate.TABLE.exists():
@@ -62,8 +62,9 @@ def overheads_of(
 ) -> tuple[int, dict[str, float], dict[str, float]]:
     """Return the number of tokens in a step, the overheads of a layer, and the overheads of the rest of the step.
 
-    `stretch` is the time of the layers divided by the time to read their counted bytes. `pass_seconds` is the time of a
-    pass of the draft, and `step_seconds` that of the rest of the step, each minus the time to read its counted bytes.
+    `stretch` is the time of the layers, divided by the time to read the bytes that `count_work` counts for them.
+    `pass_seconds` is the time of a pass of the draft, and `step_seconds` that of the rest of the step, each minus the
+    time to read the bytes counted for it.
     """
     work = count_work(pair)
     layers = _Total.of(cost, [part for part in cost.parts if part in LAYER_PARTS])

@@ -24,7 +24,7 @@ def part(op_name: str) -> str | None:
 
 
 def part_of(module: Module, computation: Computation, instruction: Instruction) -> str:
-    """Return the part of an instruction, or else of its nearest user, or else of its nearest operand with a part."""
+    """Return the part of an instruction, or of the nearest user that has one, or else of the nearest such operand."""
 
     def users(node: Instruction) -> list[Instruction]:
         return computation.users[node.name]
@@ -38,7 +38,7 @@ def part_of(module: Module, computation: Computation, instruction: Instruction) 
 def _nearest(
     module: Module, instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
 ) -> str | None:
-    """Return the part of the nearest instruction that has one, in a breadth-first search over `neighbours`.
+    """Search breadth-first over `neighbours` for an instruction that has a part, and return that part, or None.
 
     The search does not continue through loops and tuples, because they connect unrelated instructions.
     """

@@ -28,7 +28,7 @@ _COPIED = ("bitcast", "reshape", "copy", "convert", "copy-done", "copy-start")
 
 
 class Op(NamedTuple):
-    """An executed instruction. Bytes and bundles are counted for one execution."""
+    """An executed instruction. Its bytes and bundles are those of one execution."""
 
     name: str
     opcode: str
@@ -37,7 +37,7 @@ class Op(NamedTuple):
     bytes: int
     bundles: int
     # True if the instruction launches a routine or a collective. Copies are not counted because they overlap with other
-    # instructions, nor are scalars, which take only a few bundles of the top level.
+    # instructions. Scalar instructions are not counted because they take only a few top-level bundles.
     is_launch: bool
     # Size in bytes of a collective's operands and results, and number of devices in its group; 0 if not a collective.
     sent: int
@@ -66,11 +66,11 @@ class StepCost(NamedTuple):
     """Cost of a step on one device."""
 
     parts: dict[str, PartCost]
-    # Seconds of each part, without its launches.
+    # Seconds of each part, excluding its launches.
     seconds: dict[str, float]
     launches: int
     bytes_seconds: float
-    # Seconds of the step, with the shortest and the longest time for each launch.
+    # Seconds of the step, assuming the shortest and the longest time per launch.
     low_seconds: float
     high_seconds: float
 
@@ -101,7 +101,7 @@ def step_cost(
             cost.collective_seconds += op.times * seconds
     by_name = {op.name: op for op in ops}
     for name, count in schedule.top.calls():
-        # The top-level bundles before a call run as often as the call.
+        # The top-level bundles before a call are executed as often as the call.
         if name in by_name:
             parts[by_name[name].part].bundles += count * by_name[name].times
     seconds = {name: cost.seconds(generation, bandwidth) for name, cost in sorted(parts.items())}
@@ -112,7 +112,7 @@ def step_cost(
 
 
 class Reader:
-    """A reader that lists the instructions executed in a step, from a program and its schedule."""
+    """Interpreter of a program and its schedule, which lists the instructions that a step executes."""
 
     def __init__(self, module: Module, schedule: Schedule, live: int):
         self.module = module
@@ -231,7 +231,7 @@ class Reader:
         return 1
 
     def blocks(self, computation: Computation) -> list[tuple[int, int]]:
-        """Return (length of the axis, length of a block) for each dynamic slice of a long block along one axis."""
+        """Return (axis length, slice length) for each dynamic slice of at least 128 entries along a single axis."""
         blocks = []
         for instruction in computation.instructions.values():
             if instruction.opcode == "fusion":
@@ -252,7 +252,7 @@ def _signature(computation: Computation, instruction: Instruction) -> str:
 
 
 def _counted_turns(computation: Computation, loop: Instruction, condition: Computation) -> int | None:
-    """Return the number of iterations of a loop that counts by 1 while `counter < bound`, or None if it is unknown."""
+    """Return the number of iterations of a loop that increments a counter up to a bound, or None if it is unknown."""
     test = condition.root
     while test.opcode in _COPIED:
         test = condition.instructions[test.operands[0]]

@@ -1,6 +1,6 @@
 """Bytes that an instruction of a compiled TPU program moves between HBM and the core.
 
-For a sliced operand, only the slice is counted, and for an update in place, only the update. For an asynchronous pair,
+For a sliced operand, only the slice is counted, and for an in-place update, only the update. For an asynchronous pair,
 the whole copy is counted at its start. An operand that a kernel updates in place is counted as read.
 """
 
@@ -20,7 +20,7 @@ FREE_TARGETS = ("ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "Allo
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Return whether an instruction does no work, like a bitcast, a tuple or the end of an asynchronous pair."""
+    """Return whether an instruction does no work, such as a bitcast, a tuple or the end of an asynchronous pair."""
     return (
         instruction.opcode in FREE
         or instruction.opcode.endswith("-done")
@@ -110,7 +110,7 @@ def _renames(module: Module, instruction: Instruction) -> bool:
 
 
 def _updated(module: Module, body: Computation, root: Instruction) -> int | None:
-    """Return the size in bytes of an update in place, or None if the whole result is written."""
+    """Return the size in bytes of an in-place update, or None if the whole result is written."""
     root = _renamed(body, root)
     if root.opcode == "fusion":
         inner = module.computations[root.calls[0]]

@@ -12,9 +12,9 @@
         --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\
         --output heads/smollm2
 
-`texts` are conversations by other authors. The target only reads them, which takes a fifth of the time that generating
-them would take. These commands trained the first head. The shipped head was then trained on the target's own answers,
-starting from the first head:
+`texts` writes conversations whose answers come from data sets. The target only reads these answers, which takes a fifth
+of the time that generating them would take. These commands trained the first head. The shipped head was then trained on
+the target's own answers, starting from the first head:
 
     python -m scripts.train.smollm2_head sources --data SHARED/data --count 9000 --output prompts/sources.txt
     # 5336526:scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
@@ -24,8 +24,9 @@ starting from the first head:
         --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
     python -m scripts.train.smollm2_head tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
 
-If a command is killed, run it again with the same arguments to continue. No prompts from evaluations are used for
-training: MT-Bench, Vicuna-bench, Alpaca, GSM8K's test set, HumanEval, CNN/DM and WMT are not read for it.
+If a command is killed, run it again with the same arguments to continue. The heads were not trained on prompts from
+evaluations: none of the training data comes from MT-Bench, Vicuna-bench, Alpaca, GSM8K's test set, HumanEval, CNN/DM or
+WMT.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def functions(folder: Path) -> Iterator[str]:
-    """Yield tasks to write a function from its docstring, alternating with tasks to complete a function."""
+    """Yield coding prompts that alternate between finishing a function and writing one from its docstring."""
     for number, (name, task, head, _) in enumerate(definitions(folder)):
         yield (
             f"Write a Python function `{name}`. {task}"
@@ -178,7 +179,7 @@ TEXTS = {worked: 0.3, turns: 0.15, narrated: 0.15, continued: 0.2, written: 0.2}
 
 
 def own_turns(args: argparse.Namespace) -> None:
-    """Write user turns that the model generates, which resemble its tuning data (Magpie, arXiv 2406.08464)."""
+    """Let the model generate user turns, which resemble its tuning data (Magpie, arXiv 2406.08464), and write them."""
     import mars_jax as mj
 
     target = mj.load("smollm2", dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Train the family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, a distilled draft, an EAGLE-3 head.
+"""Train mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, a distilled draft, and an EAGLE-3 head.
 
     python -m scripts.train.train_embedded --work runs/tiny --stories stories.txt.xz --dialogues dialogues.txt.xz \\
         --novels novels.txt.xz --export mars_jax/assets/tiny
@@ -51,17 +51,18 @@ DRAFT = ModelConfig(
 )
 
 EAGLE3_LAYERS, EAGLE3_MLP, EAGLE3_VOCAB = (1, 3, 5), 768, 3072
-EAGLE3_STEPS = 3  # number of steps of training-time test
+EAGLE3_STEPS = 3  # number of training-time-test steps
 
 SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07}
-# Shares in the target's second stage. After the first stage, the target copies all numbers of a word problem and
-# chooses its operations correctly, but half of its sums and differences are wrong. Drills teach these with far fewer
-# tokens than word problems would need.
+# Shares of the sources in the target's second training stage. After the first stage, the target copies all numbers of a
+# word problem and chooses its operations correctly, but half of its sums and differences are wrong. Drills teach these
+# with far fewer tokens than word problems would need.
 REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues": 0.08, "novels": 0.05}
-# Share of the training steps by row length: first 256 tokens, whose attention is cheap, and at the very end 1,024.
+# Share of the training steps for each row length. Training uses rows of 256 tokens, whose attention is cheap, and only
+# at the very end rows of 1,024 tokens.
 LENGTHS = {256: 0.95, CONTEXT: 0.05}
-# A draft learns best from many small steps. For the target, small steps would be too expensive: Muon computes matrix
-# products in each of them.
+# A draft model learns best from many steps with few tokens each. For the target, that many steps would be too
+# expensive, because Muon computes matrix products in every step.
 TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}"
@@ -77,7 +78,7 @@ def novels(path: Path, *, limit: int, size: int = 3000) -> Iterator[str]:
 
 
 def dialogues(path: Path) -> Iterator[str]:
-    """Yield dialogues with a separator before each user turn, as in the chat template, so that answers end with it."""
+    """Yield dialogues with a separator before each user turn, as in the chat template, so that it ends each answer."""
     for text in data.documents(path):
         yield text.strip().replace("\nUser:", data.SEPARATOR + "User:")
 
@@ -157,7 +158,7 @@ def draft_loss(params, batch: Batch, teacher):
 
 
 def batches(streams: list[data.Stream], steps: int, tokens: int, seed: int) -> grain.MapDataset:
-    """Return batches of about `tokens` tokens. Their rows have one length after another, in the order of `LENGTHS`."""
+    """Return batches of about `tokens` tokens. All rows of a batch have the same length, in the order of `LENGTHS`."""
     parts, first = [], 0
     for share, length in zip(itertools.accumulate(LENGTHS.values()), LENGTHS, strict=True):
         last = round(steps * share)
@@ -253,7 +254,7 @@ def main() -> None:
     first = functools.partial(initial, TARGET, args.seed)
     target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)
     trained = functools.partial(jax.tree.map, jnp.array, target)
-    # Use a different order of the text, so that the first stage did not see most of the rows.
+    # Shuffle the text differently, so that the target has not seen most of these rows in the first stage.
     target = train(
         "refine", trained, target_loss, REFINE_SHARES, args.refine_tokens, TARGET_STEP, seed=args.seed + 1
     )

@@ -7,13 +7,13 @@
     python -m scripts.when_it_pays.fair_arms report --study model --costs costs.json --check check.json \\
         --rows scripts/results/fair_arms.jsonl.xz --output scripts/results/fair_arms.json
 
-A study decodes with drafted chains of several lengths, at temperatures 0 and 1. For each arm, the length with the most
-tokens per second is chosen on one set of prompts, and the arm is measured with this length on other prompts. Tokens per
-second are tau divided by the cost of a step, for two devices: this CPU, as timed by `costs` at batch 1, and a
-memory-bound accelerator. On the accelerator, a step that drafts K tokens is assumed to cost 1 + 0.05 K plain steps with
-a draft as small as an EAGLE head, and 1 + 0.01 K with n-grams. `check` compares these estimates with measured times.
-The comparison follows arXiv 2607.08690, which finds that tuning the length often gains as much as relaxing. If `decode`
-is killed, run it again with the same arguments to continue.
+A study decodes with drafted chains of several lengths, at temperatures 0 and 1. For each arm, the draft length that
+gives the most tokens per second on one set of prompts is chosen, and the arm is then measured at this length on other
+prompts. Tokens per second are tau divided by the cost of a step, for two devices: this CPU, as timed by `costs` at
+batch 1, and a memory-bound accelerator. On the accelerator, the assumed cost of a step that drafts K tokens is that of
+1 + 0.05 K plain steps for a draft as small as an EAGLE head, and of 1 + 0.01 K for n-grams. `check` compares these
+estimates with measured times. The comparison follows arXiv 2607.08690, which finds that tuning the length often gains
+as much as relaxing. If `decode` is killed, run it again with the same arguments to continue.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _open(data: Path) -> Problems:
 
 
 def _mixed(data: Path) -> Problems:
-    """Return short problems from three tasks of Spec-Bench in turns. Their answers are scored by likelihood."""
+    """Return short problems from three tasks of Spec-Bench, interleaved. Their answers are scored by likelihood."""
     parts: dict[str, list[Problem]] = {
         f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
     }
@@ -205,7 +205,7 @@ class Pair:
         rows = []
         for (number, problem), completion, q in zip(group, completions, log_q, strict=True):
             row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
-            if problem.metric == "bleu":  # BLEU is defined for a corpus, so score single answers by chrF
+            if problem.metric == "bleu":  # BLEU is defined for a corpus, so score single answers with chrF
                 row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
             rows.append(row)
         return rows
@@ -269,7 +269,7 @@ def best(taus: Mapping[int, float], costs: Mapping[int, float]) -> int:
 
 
 def time_steps(study: Study) -> dict[str, Any]:
-    """Time a step of plain decoding and of each draft length, in turns, at batch 1 after a prompt of two tokens."""
+    """Time steps of plain decoding and of each draft length, interleaved, at batch 1 after a two-token prompt."""
     pair = Pair(study, 1)
     prompt = pair.target.encode("Once upon a time")[:2]
     runs: dict[str, Any] = {}
@@ -298,7 +298,7 @@ def time_steps(study: Study) -> dict[str, Any]:
 
 
 def check(study: Study, data: Path, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Time 30 prompts at batch 1, and compare their speedup with the prediction from tau and costs."""
+    """Time 30 prompts at batch 1, and compare the speedups with those predicted from tau and costs."""
     pair, task = Pair(study, 1), study.tasks[study.clocked]
     prompts = pair.prompts(study.clocked, task.read(data)[-30:])
     comparisons = []
@@ -396,7 +396,7 @@ def report(study: Study, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str,
     """Return a table for each task, temperature and device, with all arms at their best lengths."""
     tables: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     selected = list(choices(study, rows, costs))
-    # With any draft length, `exact` emits the same tokens as plain decoding, so it stands for plain decoding here.
+    # `exact` emits the same tokens as plain decoding at any draft length, so use its scores as those of plain decoding.
     exact = {(c["task"], c["temperature"]): c for c in selected if c["arm"] == "exact"}
     for choice in selected:
         for device, n in choice["best"].items():

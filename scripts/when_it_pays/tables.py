@@ -68,7 +68,7 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
         "times": lambda values: span(*values),
         "named": lambda arm: {
             "rejection": "`rejection`",
-            "block": "`rejection` by blocks",
+            "block": "`rejection` with block verification",
             "exact": "`exact`",
             "exact over n-grams": "`exact` over n-grams",
         }[arm],

@@ -59,7 +59,7 @@ def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) ->
 
 
 def check_interactive_flags(args: argparse.Namespace) -> None:
-    """Raise MarsError for flags that do not apply to prompts typed on a terminal."""
+    """Raise MarsError for flags that do not apply when prompts are typed at a terminal."""
     flags = ["--json", "--output", "--compare", "--no-stream", "--samples", "--batch-size"]
     flags += ["--refine", "--draft-device", "--num-processes", "--coordinator"]
     why = "without prompts, which are then asked for one by one: leave it out, or give prompts"
@@ -119,7 +119,7 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
             cure = "leave it out, or give every prompt a temperature above 0"
             present.refuse(["--samples"], f"at temperature 0, where all are the same: {cure}")
         present.refuse(["seed"], "with --samples, which all have their own: leave it out")
-    # Filters at their default, which is off, have no effect at any temperature.
+    # A filter at its default is off at every temperature, so do not refuse it.
     defaults = {name: REQUEST[name].default for name in FILTERS}
     why = "at temperature 0, which takes the best token: leave it out, or give a temperature above 0"
     if not any(temperatures):

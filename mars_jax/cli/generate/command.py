@@ -78,7 +78,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
     with contextlib.ExitStack() as stack:
         row_file = None
         if args.output is not None:
-            # Open the file before the weights load, so that a file from another run is refused at once.
+            # Open the file before loading the weights, so that a file from another run is rejected immediately.
             row_file = RowFile(args.output, output.recorded(args, rows), resume=args.resume)
             stack.callback(row_file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, row_file, len(part_rows))))
@@ -107,7 +107,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
 
 
 def _stop(file: RowFile, total: int) -> str:
-    """Close the file when a signal ends the process. Return a note with the number of rows and how to continue."""
+    """Close the file when a signal ends the process. Return a note: the number of rows, and how to continue."""
     num_rows = file.stop()
     if num_rows == total:
         return f" with all {total} rows in '{file.path}': nothing is left to do."

@@ -66,7 +66,7 @@ def in_order(
 class JobCompletions:
     """Iterable over the completions of a job, in the order in which the requests were queued.
 
-    `seconds` is the time spent decoding, without the time that the caller spends on the completions.
+    `seconds` is the time spent decoding, excluding the time that the caller spends on the completions.
     """
 
     def __init__(self, job: Job, order: Sequence[int]):
@@ -176,7 +176,7 @@ def open_job(
     if target.mesh is not None:
         # Place the weights of the rule on the target's mesh.
         rule = load_rule(args.rule, target, rows)
-    # A default draft of "usual" size is short and adaptive on a CPU, and has its fixed length elsewhere.
+    # A default draft of "usual" size is short and adaptive on a CPU. Elsewhere its length is fixed.
     draft_size, num_draft_tokens = choices.draft_size, args.num_draft_tokens
     if draft_size == "usual":
         draft_size = "fixed"
@@ -265,7 +265,7 @@ def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], limit: int) -> Non
 def make_job_requests(
     target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]
 ) -> list[Request]:
-    """Tokenize all prompts. Row i of the whole run has the id i and the seed --seed + i, unless it sets its own.
+    """Tokenize all prompts. Row i of the whole run has id i and seed --seed + i, unless its prompt sets others.
 
     This happens before weights are loaded, so that a prompt that is too long is reported within seconds rather than
     after hours of work.

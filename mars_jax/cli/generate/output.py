@@ -58,7 +58,7 @@ _DEFAULTS = {name: row.default for name, row in REQUEST.items()}
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decoded, one prompt after another. Later text is held back until earlier prompts end."""
+    """Print text as it is decoded, one prompt after another. Hold back later text until earlier prompts are done."""
     printer, completions = TextPrinter(console(out), colours=job.drafts), job.finished
     numbered_events, current_index = ((event.index, event) for event in job.stream()), None
     start_time = time.perf_counter()
@@ -221,7 +221,7 @@ def _text(job: Job, request: Request) -> str:
 
 
 def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
-    """Print the totals of a run on stderr."""
+    """Print the totals of a run to stderr."""
     screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
@@ -263,7 +263,7 @@ def _is_default(name: str, value: object) -> bool:
 
 
 def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
-    """Return the row of a finished prompt; docs/rows.md has its schema.
+    """Return the row of a finished prompt, in the schema of docs/rows.md.
 
     Args:
       completion: completion of the prompt.
@@ -287,7 +287,7 @@ def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
         "run": run,
         "log_probs": completion.log_probs and _columns(completion.log_probs),
     }
-    # Keep the key `prompt` for a prompt of token ids, with the value null.
+    # If the prompt is given as token ids, keep the key `prompt`, with the value null.
     return {name: value for name, value in row.items() if value is not None or name == "prompt"}
 
 
@@ -299,7 +299,7 @@ def _columns(log_probs: TokenLogProbs) -> JsonObject:
 
 
 def sampling(request: Request) -> JsonObject:
-    """Return the settings of a request that are recorded in its row; docs/rows.md has their schema."""
+    """Return the settings of a request that are recorded in its row, in the schema of docs/rows.md."""
     return {name: getattr(request, name) for name in (*SAMPLING, "strict")}
 
 

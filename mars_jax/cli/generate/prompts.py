@@ -1,4 +1,7 @@
-"""Reading of prompts from text, JSON lines, parquet files and datasets. JSON and parquet rows may contain settings."""
+"""Functions that read prompts from text, JSON lines, parquet files and datasets.
+
+JSON and parquet rows may contain settings.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +67,9 @@ def from_texts(texts: Iterable[str]) -> list[PromptRow]:
 def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
-    Files named *.jsonl, *.ndjson or *.json contain JSON lines, and so does stdin if it begins with "{". The columns of
-    a *.parquet file correspond to the keys of a JSON line; null means a missing key. From a dataset, only the prompts
-    and their ids are read.
+    Files named *.jsonl, *.ndjson or *.json are read as JSON lines, and so is stdin if it begins with "{". The columns
+    of a *.parquet file correspond to the keys of a JSON line; null means a missing key. From a dataset, only the
+    prompts and their ids are read.
 
     Args:
       path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or the folder of a dataset.
@@ -174,7 +177,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
         # Split bytes into lines: str.splitlines would also split at other characters, which prompts may contain.
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
             row = PromptRow(where=f"{name}, line {number}")
-            # `readline` stops one byte past the limit, so a huge line is never in memory as a whole.
+            # `readline` stops one byte past the limit, so a huge line is never read in full.
             if len(line) > LINE_BYTES:
                 raise row.error(f"it has more than {LINE_BYTES:,} bytes: give shorter prompts, one per line.")
             # Only the first line may begin with a byte order mark.
@@ -259,7 +262,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
 
 
 def _check_values(fields: JsonObject, row: PromptRow) -> None:
-    """Raise MarsError if a value cannot be written as JSON in UTF-8, such as a date or a lone surrogate."""
+    """Raise MarsError if a value, such as a date or a lone surrogate, cannot be written as JSON in UTF-8."""
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()

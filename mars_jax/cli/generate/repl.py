@@ -1,4 +1,4 @@
-"""Interactive mode of `generate`, for a terminal without prompts: read lines, and stream an answer to each.
+"""Interactive mode of `generate`, which reads lines from a terminal and streams an answer to each.
 
 With --chat, the lines are turns of one conversation; otherwise each line is a separate prompt. A single running row
 decodes all of them (`serve.chat.Running`), so that only the new tokens of a line are prefilled.
@@ -125,7 +125,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
         readline.read_history_file(history_path)
 
     def ask(prompt: str) -> str:
-        # Python edits lines only if its own stdout is the terminal; commands redirect stdout to stderr.
+        # `input` supports line editing only if `sys.stdout` is the terminal, but commands redirect stdout to stderr.
         with contextlib.redirect_stdout(out):
             line = input(prompt)
         if line.strip():
@@ -141,7 +141,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
 
 
 def _completion(line: str, words: Sequence[str], state: int) -> str | None:
-    """Return the word at index `state` among the words that begin with the line.
+    """Return the entry at index `state` among the words that start with `line`; None past the last one.
 
     >>> _completion("/s", ["/new", "/set", "/settings"], 1)
     '/settings'
@@ -157,7 +157,7 @@ class Talk:
 
     def __init__(self, argv: list[str], args: argparse.Namespace, job: Job, out: IO[str]):
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
-            reconfigure(errors="replace")  # a character outside the locale must not interrupt an answer
+            reconfigure(errors="replace")  # a character that the encoding lacks must not interrupt an answer
         self._argv, self._args, self._job = argv, args, job
         self._out, self._screen = console(out), console(sys.stderr)
         self._running = Running(job.session)
@@ -183,7 +183,7 @@ class Talk:
             self._screen.print(legend(self._screen.width, trusts=self._job.trusts))
 
     def _tell(self, sentence: str, style: str = "") -> None:
-        """Print a sentence on stderr, wrapped between words."""
+        """Print a sentence on stderr, with line breaks only between words."""
         self._screen.print(sentence, style=style, soft_wrap=False)
 
     def takes(self, ask: Callable[[str], str]) -> bool:

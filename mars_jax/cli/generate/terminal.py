@@ -1,4 +1,4 @@
-"""Printing of text and statistics on terminals. The environment variable NO_COLOR turns colours off."""
+"""Terminal output: text and statistics. The environment variable NO_COLOR turns colours off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def console(file: IO[str]) -> Console:
 
 
 class TextPrinter:
-    """Printer of prompts and their continuations on stdout, one prompt after another."""
+    """A printer of prompts and their continuations, one prompt after another."""
 
     def __init__(self, out: Console, *, colours: bool):
         self._out = out
@@ -93,7 +93,10 @@ def legend(width: int, *, trusts: bool = False) -> Text:
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
-    """Describe an answer in one line. `read` tokens of its prompt were prefilled; the others were in the KV cache."""
+    """Describe an answer in one line.
+
+    `read` is the number of its prompt tokens that were prefilled; the others were in the KV cache.
+    """
     metrics, num_tokens = completion.metrics, len(completion.tokens)
     line = f"{num_tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:

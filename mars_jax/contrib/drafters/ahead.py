@@ -67,8 +67,8 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
 
     Args:
       target: the model that verifies.
-      drafter: a drafter of greedy chains of K + 1 tokens, with K at least 1, that does not use the target's outputs;
-        for example, a small model.
+      drafter: drafts greedy chains of K + 1 tokens, with K at least 1, without the target's outputs; for example, a
+        small model.
       verify: the verification rule.
 
     Raises:
@@ -161,7 +161,7 @@ def _verify(
 def _flags(info: StepInfo, done_rows: Array, guessed: tuple[Array, ...]) -> tuple[Array, Array]:
     """Return whether all live rows emitted the guessed tokens, and whether all rows are done.
 
-    `guessed` are arrays i32[B, ...] of consecutive tokens.
+    `guessed` contains arrays i32[B, ...] of consecutive tokens.
     """
     guessed_tokens = jnp.concatenate(guessed, axis=1)
     length = guessed_tokens.shape[1]
@@ -178,7 +178,7 @@ def stream_ahead(
     pre_verify: bool = False,
     guesses: Guesses | None = None,
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
-    """Yield the steps of a batch like `decode.stream`, but draft while the target verifies.
+    """Yield the steps of a batch as `decode.stream` does, but draft while the target verifies.
 
     `state` is donated, so use only the yielded states. Drafter and target synchronise once per step, when the host
     reads whether the guess was right. Meanwhile the next draft is already being computed.

@@ -5,10 +5,11 @@ Tested against a best-first search with a heap in Python (tests/contrib/test_bes
 
 All nodes at one depth have the same candidate children. So once the prefixes at a depth are sorted, there is a lower
 bound on each node's rank that does not depend on the probabilities. Consider the j-th child of the r-th prefix, both
-counted from 0. At its depth, (r + 1) * (j + 1) nodes, itself included, have a prefix and a last token that rank at
-least as high; their ancestors rank at least as high too. If there are more than M of these nodes, the node cannot be in
-the tree. `_plan` lists all other nodes, about 3,000 for M = 59 and D = 15, three depths at a time. Their
-log-probabilities are sums of terms at static indices, and only the last of three depths is sorted for the next three.
+counted from 0. At its depth, (r + 1) * (j + 1) nodes (including the child itself) have a prefix and a last token that
+rank at least as high. These nodes and their ancestors are therefore at least as probable as the child. If there are
+more than M of them, the child cannot be in the tree. `_plan` lists the nodes that this bound does not exclude, about
+3,000 for M = 59 and D = 15, in parts of up to three depths. Their log-probabilities are sums of terms at static
+indices. Only the last depth of a part is sorted, to rank the prefixes of the next part.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
 
 
 def _sums(source: Array, places: np.ndarray) -> Array:
-    """Return f32[B, C], the sums of source f32[B, S] at indices places i32[C, P].
+    """Return the sums f32[B, C] of `source` f32[B, S] over the indices in each row of `places` i32[C, P].
 
-    Within a row of `places`, only the index of the zero may repeat.
+    Within a row of `places`, only the index of the zero term may repeat.
     """
 
     def gathered(source: Array) -> Array:
@@ -114,7 +115,7 @@ class _Part(NamedTuple):
     begin: int  # the first of L depths, counted from 0
     end: int  # one past the last depth
     # i32[C, 1 + L]; for each node, the indices of its prefix and of the tokens below the prefix, padded with the index
-    # of the zero. They index the terms of the sums in `best_first`.
+    # of the zero term. The indices refer to the terms of the sums in `best_first`.
     places: np.ndarray
     first: int  # number of the part's first node among the nodes of all parts
     last: int  # index, within this part, of the first node of the last depth

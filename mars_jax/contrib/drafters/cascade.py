@@ -4,7 +4,7 @@ Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens per inner draf
 round, T token buffer, V vocabulary.
 Tested against the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
 
-Invariants: the inner drafter's invariant holds if a row's length includes its trusted tokens. Slots `[0, length - 1)`
+Invariants: the inner drafter's invariant holds if trusted tokens are counted in a row's length. Slots `[0, length - 1)`
 of the proxy's cache are valid, as in a target's cache. So every token that can be committed without another round has
 already been fed to the proxy.
 """
@@ -34,7 +34,7 @@ from mars_jax.utils.limits import DRAFT_TOKENS
 
 
 class ProxyVerdict(NamedTuple):
-    """The verdict of a proxy on P positions; each field is [B, P]."""
+    """The verdict of a proxy at P positions; each field is [B, P]."""
 
     token: Array  # i32; the proxy's most probable token
     differs: Array  # bool; True if `token` replaces the drafted token, which may be NO_TOKEN
@@ -107,8 +107,8 @@ class _Round(NamedTuple):
 class Cascade(Drafter):
     """A drafter with a proxy model that verifies its drafts and leaves only unsure decisions to the target.
 
-    With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and, as
-    proxy, the target without some of its layers (`LanguageModel.with_layers`), it is VIA-SD (arXiv 2606.12243).
+    With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and a
+    proxy that consists of some of the target's layers (`LanguageModel.with_layers`), it is VIA-SD (arXiv 2606.12243).
 
     In each round, the inner drafter drafts tokens x, and the proxy scores them. Let t_a be the first position at which
     the gate replaces x with the proxy's token a, and t_m the first at which the proxy is unsure (see `GATES`). If t_a <

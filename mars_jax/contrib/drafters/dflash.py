@@ -195,7 +195,7 @@ class DFlash(HeadDrafter):
             return logits, self._doubt(block, hidden, parent_tokens)
 
         def extend(carry: Array, level: Level) -> tuple[Array, Array]:
-            # Nodes of depth d are at position `Growth.first + d - 1`.
+            # Nodes at depth d are at position `Growth.first + d - 1`.
             return logits_and_doubt(level.visible.positions[0, 0] - root_position[0] + 1, level.tokens)
 
         def stops(logits: Array, doubt: Array, controls: Controls) -> Array:

@@ -25,7 +25,7 @@ from mars_jax.verify import needs_q
 
 
 def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> DraftDevice:
-    """Return the device for a drafter, or a mesh of several devices over whose axis `model` the drafter is sharded.
+    """Return a device for a drafter, or a mesh with an axis `model` over which to shard the drafter.
 
     Args:
       numbers: indices of the drafter's devices in `jax.devices()`.
@@ -67,8 +67,9 @@ def draft_elsewhere(
 ) -> drafters.LoadedDrafter:
     """Return a drafter that runs on its own device or mesh while the target verifies.
 
-    It drafts one token more than the target verifies, and continues drafting from that extra token as a guess. Finished
-    rows are not refilled with new prompts, so prompts are decoded one batch at a time.
+    It drafts one token more than the target verifies. It uses the extra token as a guess at the target's next token,
+    and continues drafting from it. Finished rows are not refilled with new prompts, so prompts are decoded one batch at
+    a time.
 
     Args:
       drafter: either `model:PATH`, which then drafts one token more than `num_draft_tokens`, or a drafter of chains of
@@ -78,9 +79,9 @@ def draft_elsewhere(
       **options: options of `drafters.load`.
 
     Raises:
-      MarsError: the drafter cannot draft ahead because it uses the target's outputs or drafts trees, or because its
-        spec is not `model:PATH`; see also `drafters.load`. When decoding begins: the rule needs the draft's true
-        probabilities.
+      MarsError: the drafter cannot draft ahead, because it uses the target's outputs, drafts trees, or has a spec other
+        than `model:PATH`; see also `drafters.load`. Also raised when decoding begins, if the rule needs the draft's
+        true probabilities.
 
     >>> drafter = draft_elsewhere("model:tiny/draft", target, jax.devices()[1])  # doctest: +SKIP
     >>> mj.generate(target, drafter, ["Once upon a time"])  # doctest: +SKIP

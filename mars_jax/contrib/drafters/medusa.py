@@ -1,7 +1,7 @@
 """A drafter that applies Medusa heads to one hidden state of the target. It drafts chains or static trees.
 
 Source: Medusa 2401.10774. B batch, K heads in use, N nodes, T token buffer, E hidden size, V vocabulary. Tested against
-the heads in numpy, applied to the target's output from an empty cache (tests/contrib/test_medusa.py).
+a numpy version of the heads, applied to the target's output from an empty cache (tests/contrib/test_medusa.py).
 
 Invariant: the draft state is the target's hidden state [B, 1, E] at position `length - 2`, the last one that the target
 has processed, or zeros for a one-token prompt. From it, the heads predict the tokens at positions `length`, `length +

@@ -29,7 +29,7 @@ CORPUS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Replay(NGram):
-    """Copies of tokens from a corpus of earlier answers, or from the row's own context.
+    """A drafter that copies tokens from a corpus of earlier answers, or from the row's own context.
 
     Search a corpus of answers and the row's own tokens for the row's last tokens, and draft the tokens after the
     longest match. If several matches are equally long, prefer one in the row's own tokens, and then the latest. A draft

@@ -38,7 +38,7 @@ class SprinterExamples(NamedTuple):
     # f32[...]; label: for a sampled token, the probability of acceptance min(1, p / q); for a greedy token, 1 if it is
     # the target's best token and 0 otherwise
     accepted: Any
-    valid: Any  # bool[...]; True if the prefix and the drafted token belong to one document
+    valid: Any  # bool[...]; True if the prefix and the drafted token belong to the same document
 
 
 def examples(
@@ -61,7 +61,8 @@ def examples(
     def of_x(values: Array) -> Array:
         return jnp.take_along_axis(values, x[..., None], axis=-1)[..., 0]
 
-    # The label of a sampled token is min(1, p / q). That of a greedy token is whether it is the target's best token.
+    # The label of a sampled token is min(1, p / q). The label of a greedy token is 1 if it is the target's best token,
+    # and 0 otherwise.
     accept_prob = jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0))
     acceptance = jnp.where(drawn, accept_prob, (x == jnp.argmax(p, axis=-1)).astype(jnp.float32))
     text_positions = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))

@@ -103,7 +103,7 @@ def resolve_system_model(system: System, name: str) -> str:
 
 
 def load_classifier(system: System) -> tuple[np.ndarray, np.ndarray]:
-    """Load (weight f32[E], bias f32[]) of SPRINTER's classifier.
+    """Load the weights of SPRINTER's classifier, as (weight f32[E], bias f32[]).
 
     Raises:
       MarsError: the weights are missing or do not have the shapes of a classifier.

@@ -51,7 +51,7 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
 
 
 def load_trispec(asked: Asked) -> LoadedDrafter:
-    """Load a TriSpec system, which is a `cascade` with a small model as proxy, from its directory.
+    """Load a TriSpec system from its directory. The system is a `cascade` with a small model as proxy.
 
     Raises:
       MarsError: the vocabularies of the models differ; see also `hub.load`, `load_system` and `cascade`.
@@ -62,7 +62,7 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
 
 
 def load_via_sd(asked: Asked) -> LoadedDrafter:
-    """Load a VIA-SD system, which is a `cascade` whose proxy is the target without some layers, from its directory.
+    """Load a VIA-SD system from its directory. The system is a `cascade` whose proxy is the target without some layers.
 
     The proxy uses the target's weights, not a copy.
 

@@ -130,7 +130,7 @@ def _evaluate(
     seed: int,
     evaluate: Callable[[Sublayers], Found],
 ) -> Iterator[Found]:
-    """Yield the result of each mask that the search tries. A mask removes `count` of the sublayers `places`."""
+    """Yield the result of each mask that the search tries. A mask removes `count` of the sublayers in `places`."""
     if math.comb(len(places), count) <= evaluations:
         yield from (evaluate(frozenset(removed)) for removed in itertools.combinations(places, count))
         return

@@ -193,8 +193,8 @@ def forward(
       config, target: the head's configuration, and the model that it was trained for.
       params: params of both models; the head's are `params.draft`.
       tokens: i32[B, N]; tokens of the blocks, from `block`.
-      visible: attention visibility of the positions. Layers without a window that are not causal use its mask `seen` as
-        it is; windowed and causal layers mask more.
+      visible: attention visibility of the positions. Layers that are neither windowed nor causal use its mask `seen`
+        unchanged; the others mask more.
       cache: the head's cache, which contains the context.
 
     Returns:
@@ -227,7 +227,7 @@ def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -
     A window limits attention in both directions (z-lab/dflash, `_attention_mask`).
     """
     query_positions = visible.positions[:, :, None]
-    # Without `seen_positions`, the keys that the mask covers are at the positions of the queries.
+    # If `seen_positions` is None, the mask covers the block itself, so keys and queries have the same positions.
     keys = visible.positions if visible.seen_positions is None else visible.seen_positions
     key_positions = keys[:, None]
     seen_mask = visible.seen

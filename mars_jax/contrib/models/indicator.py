@@ -23,7 +23,7 @@ WORST_GAP = 10.0
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
-    """Initialize random float32 params: a hidden layer on the target's hidden state, and a linear term for the margin.
+    """Initialise random float32 params: a hidden layer on the target's hidden state, and a linear term for the margin.
 
     >>> init_params(8, jax.random.key(0), width=4)["inner"].shape
     (4, 8)

@@ -20,7 +20,7 @@ START = 2.0
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidden_size: int = 0) -> PyTree:
-    """Initialize random float32 params: a hidden layer on the hidden states, and a linear term for three signals.
+    """Initialise random float32 params: a hidden layer on the hidden states, and a linear term for three signals.
 
     Args:
       hidden_size: E, hidden size of the target.

@@ -1,4 +1,4 @@
-"""Verification rules from single papers. Importing this package, a plugin of `mars_jax.plugins`, registers them."""
+"""Verification rules from single papers. Importing this package registers the rules."""
 
 import importlib
 import pkgutil

@@ -19,7 +19,7 @@ from mars_jax.verify.ranges import HARMS, nats
 @register("cactus", paper="2604.04987")
 @struct.dataclass(kw_only=True)
 class Cactus(Retargeted):
-    """Raise the target's probability of the drafted token within a divergence, then verify by rejection.
+    """Raise the target's probability of the drafted token, up to a divergence limit, then verify by rejection.
 
     Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with a raised probability of x.
 

@@ -1,7 +1,7 @@
 """Margin thresholds that depend on context: one theta, whose looseness is scaled by a factor per bin of contexts.
 
-B batch, N nodes, V vocabulary, C bins. Tested against the same decisions, made with the threshold of each node's bin,
-in tests/contrib/test_context.py.
+B batch, N nodes, V vocabulary, C bins. Tested in tests/contrib/test_context.py against chains that are walked in Python
+with the threshold of each node's bin.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ def context(
         "position" for the depth in the draft, counted from 0 for the first drafted token; or "class" for the classes of
         the target's two best tokens.
       factors: [C], each at least 0. For "class", these are the factors of words, numbers and punctuation, and the
-        smaller factor of the two tokens is used.
+        smaller of the two tokens' factors is used.
       edges: [C - 1], ascending; boundaries between the bins of entropy or position.
       classes: u8[V] as bytes; only for "class"; see `token_classes`.
 
     Raises:
-      MarsError: the kind of context is unknown, or the other arguments do not fit it.
+      MarsError: the kind of context is unknown, or another argument is invalid for it.
 
     >>> context("position", (1.0, 0.5), edges=(2,)).factors.tolist()
     [1.0, 0.5]

@@ -1,9 +1,9 @@
-"""Training of DIVERSED's head by REINFORCE, on the reward of completions and on the acceptance rate.
+"""Training of DIVERSED's head, which maximises the reward of completions (by REINFORCE) and the acceptance rate.
 
 R completions, L tokens per row, V vocabulary. Source: arXiv 2604.07622, section 3 (task reward plus acceptance).
-Each token of a completion follows v = w p + (1 - w) q. The policy gradient of the expected reward is therefore the
-gradient of the sum of log v, times the reward minus its mean over the completions. The acceptance rate at a position,
-sum min(v, q), is differentiated directly. Tested against the expectation over a small vocabulary, computed by
+Each token of a completion is sampled from v = w p + (1 - w) q. The policy gradient of the expected reward is therefore
+the gradient of the sum of log v, times the reward minus its mean over the completions. The acceptance rate at a
+position, sum min(v, q), is differentiated directly. Tested against the expectation over a small vocabulary, computed by
 enumeration, in tests/contrib/test_diversed.py.
 """
 
@@ -33,7 +33,7 @@ ACCEPTANCE, LEARNING_RATE = 0.5, 1e-2
 
 
 class Rollouts(NamedTuple):
-    """Completions decoded with the rule at temperature 1, without filters, and their rewards."""
+    """Completions and their rewards. The rule decoded the completions at temperature 1, without filters."""
 
     tokens: Any  # i32[R, L]
     written: Any  # bool[R, L]; tokens decoded by the rule, excluding the prompt and padding

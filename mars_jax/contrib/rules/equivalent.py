@@ -39,7 +39,7 @@ class Equivalent(Relaxed):
     """Also accept a token that a user's table lists as equivalent to the target's token.
 
     Two tokens are equivalent if they are in the same class of the user's table, `Params.verify`; see `token_groups`.
-    The drafted token's regret must be below `gap` nats. Other decisions are made as by `exact()`. The rule is lossy.
+    The drafted token's regret must be below `gap` nats. All other decisions are those of `exact()`. The rule is lossy.
     With gap = 0, it equals `exact()` bit for bit.
 
     >>> import jax
@@ -144,7 +144,7 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
 
 
 def read(path: str, target: Pretrained | None) -> PyTree:
-    """Read the table of `equivalent:case,space` or `equivalent:FILE.json`.
+    """Return the table for `equivalent:PATH`, where `path` is a JSON file or names from `ALIKE`, such as `case,space`.
 
     The file must contain an object with `alike`, a list of names, and `groups`, a list of lists of strings.
 

@@ -33,8 +33,8 @@ class Fly(Relaxed):
     FLy (arXiv 2511.22972): if the target is unsure, accept any drafted token after which it agrees with the draft.
 
     The target is unsure if the entropy of its three largest probabilities, not renormalised, is at least `entropy`
-    nats. It agrees if the next `window` drafted tokens are the target's own. A mismatch whose window extends past the
-    end of the draft is rejected, so drafts must be longer than the window. Other decisions are made as by `exact()`.
+    nats. It agrees if it would choose the next `window` drafted tokens itself. A mismatch whose window extends past the
+    end of the draft is rejected, so drafts must be longer than the window. All other decisions are those of `exact()`.
     The rule is lossy. With entropy = inf, it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify
@@ -73,7 +73,7 @@ class Fly(Relaxed):
         assert logsumexp is not None
         top_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - logsumexp[..., None])
         is_unsure = jnp.sum(jax.scipy.special.entr(top_probs), axis=-1) >= self.entropy[:, None]
-        # bool[B, N]; True at nodes whose token is the target's own.
+        # bool[B, N]; True at nodes whose token is the target's choice.
         is_native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
         return at_parent(tree, is_unsure) & (followed(tree, is_native) >= self.window[:, None])
 

@@ -24,9 +24,10 @@ class Fuzzy(Retargeted):
 
     Fuzzy speculative decoding (arXiv 2502.20704): if the distance between p and q is below `bound`, the drafted token
     is accepted. Otherwise it is verified by rejection, as in the comparison of arXiv 2607.08690. So the output follows
-    q at positions with a small distance, and p at all others. The distance is computed after temperature and filters.
-    "js" is the Jensen-Shannon divergence in nats, which is at most ln 2. "tv" is the total variation distance, which is
-    at most 1. The rule is lossy. At bound 0 it equals `rejection` bit for bit, and at temperature 0 it is exact.
+    q at positions where the distance is small, and p at all others. The distance is computed after temperature and
+    filters. "js" is the Jensen-Shannon divergence in nats, which is at most ln 2. "tv" is the total variation distance,
+    which is at most 1. The rule is lossy. At bound 0 it equals `rejection` bit for bit, and at temperature 0 it is
+    exact.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -64,7 +65,7 @@ class Fuzzy(Retargeted):
             log_mean = jnp.logaddexp(log_p, log_q) - math.log(2)
             terms_p = jnp.where(p > 0, p * (log_p - log_mean), 0.0)
             terms = terms_p + jnp.where(q > 0, q * (log_q - log_mean), 0.0)
-        # Both distances are half of a sum. Clip sums that are below 0 because of rounding, which would be below a bound
-        # of 0.
+        # Both distances are half of a sum. Clip it at 0, because rounding can make it negative, which would be below a
+        # bound of 0.
         distance = jnp.maximum(jnp.sum(terms, axis=-1) / 2, 0.0)
         return jnp.where((distance < self.bound[:, None])[..., None], log_q, log_p)

@@ -1,7 +1,6 @@
-"""Readers and writers of the trained heads of rules, each a directory with config.json and model.safetensors.
+"""Functions that read and write rules' trained heads, each in a directory with config.json and model.safetensors.
 
-E hidden size, W width. Tested against round trips and damaged variants of the files, in
-tests/contrib/test_head_files.py.
+E hidden size, W width. Tested with round trips and damaged files, in tests/contrib/test_head_files.py.
 """
 
 from __future__ import annotations

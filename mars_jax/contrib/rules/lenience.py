@@ -18,7 +18,7 @@ from mars_jax.verify.ranges import ODDS
 @register("lenience", paper="2211.17192, appendix A.5")
 @struct.dataclass(kw_only=True)
 class Lenience(Retargeted):
-    """Reject drafted tokens less often than speculative sampling.
+    """Reject drafted tokens less often than speculative sampling does.
 
     Speculative sampling with lenience (Leviathan et al., arXiv 2211.17192, appendix A.5).
 

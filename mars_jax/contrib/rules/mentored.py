@@ -1,7 +1,7 @@
 """Rejection against the distribution with the highest acceptance rate within a given divergence from the target.
 
-B batch, N nodes, V vocabulary. Tested against a search over a grid of distributions, and the enumerated distribution of
-a step, in tests/verify/test_distributions.py.
+B batch, N nodes, V vocabulary. Tested against a search over a grid of distributions, and against the enumerated
+distribution of a step (tests/verify/test_distributions.py).
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ class Phrase(Relaxed):
 
     The regret of a token is the log-probability of the target's best token at that position minus its own. So the sum
     measures how far the drafted phrase is from the target's choices along the draft. (Comparing it with the target's
-    own continuation would take another forward pass.) In a tree, the path with the smallest sum below the token is
-    used. A mismatch whose phrase extends past the end of the draft is rejected. FLy (`fly`) instead requires that the
-    following tokens are the target's own. Other decisions are made as by `exact()`. The rule is lossy. With bound = 0,
-    it equals `exact()` bit for bit.
+    own continuation would take another forward pass.) In a tree, the sum is the smallest over all paths below the
+    token. A mismatch whose phrase extends past the end of the draft is rejected. FLy (`fly`) instead requires that the
+    following tokens are the target's own. All other decisions are the same as under `exact()`. The rule is lossy. With
+    bound = 0, it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

@@ -19,17 +19,18 @@ from mars_jax.verify.ranges import RATIOS
 @register("released", paper="the code of 2601.15498")
 @struct.dataclass(kw_only=True)
 class Released(Retargeted):
-    """Accept draft chains as the released code of MARS does, which differs from the rule in the paper.
+    """Accept draft chains as the released code of MARS does. That code differs from the rule in the paper.
 
     This rule reproduces the PyTorch code released with MARS (arXiv 2601.15498), for chains only. It is not recommended;
     `mars` is the rule of the paper.
 
     Above temperature 0, a drafted token x is always accepted if it is one of the two best and z2 / z1 > ratio. The
-    logits are taken after filters: excluded tokens have -inf, and if z1 < 0, the quotient exceeds 1, so that the test
-    passes. Otherwise x is accepted with probability min(1, p(x) / q(x)), and if it is rejected, a token is drawn from p
-    without x. That is correct only if q(x) = 1, as for a deterministic draft, so the rule is biased at every ratio. At
-    temperature 0 it is exact. Stop tokens are not guarded. In strict rows the rule equals `rejection`. The tree
-    verification of that code, which accepts the first sibling among the two best, is not reproduced.
+    logits are those after filtering, which sets excluded tokens to -inf. If z1 < 0, the quotient exceeds 1, so the test
+    passes at any ratio up to 1. Otherwise x is accepted with probability min(1, p(x) / q(x)), and if it is rejected, a
+    token is drawn from p without x. Drawing from p without x is correct only if q(x) = 1, as for a deterministic draft,
+    so with sampled drafts the rule is biased at every ratio. At temperature 0 it is exact. Unlike `mars`, the rule
+    treats stop tokens like all other tokens. In strict rows the rule equals `rejection`. The tree verification of that
+    code, which accepts the first sibling among the two best, is not reproduced.
 
     >>> import jax
     >>> from mars_jax import verify

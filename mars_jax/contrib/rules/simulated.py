@@ -32,7 +32,7 @@ class Simulated(Lossy):
 
     A step emits `tau` tokens on average, including the bonus token. In each step, the path to the first of the deepest
     nodes is accepted up to a random depth, with a constant acceptance rate per token. The rate is computed from tau and
-    the length of that path. So chains and trees all reach tau, even if their shapes change from step to step. If a
+    the length of that path. Chains and trees therefore reach tau even if their shapes change from step to step. If a
     draft is too short for tau, its whole path is accepted. The step emits the accepted tokens and then the target's
     token. A step costs as much as with `exact`. Strict rows and the exact prefix are verified as with `exact`. A
     drafted stop token ends a completion, so use `ignore_eos` to reach a given length. The last step of a completion

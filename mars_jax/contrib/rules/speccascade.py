@@ -21,9 +21,9 @@ class SpecCascade(Retargeted):
     """Verify by rejection against a mixture of target and draft that follows the draft where it is trusted.
 
     Speculative cascades (arXiv 2405.19261). "token_v3" trusts the tokens with p >= (1 - alpha) max p. These tokens keep
-    their mass from q, and the mass of q on other tokens is distributed over all tokens in proportion to p. "opt"
-    decides for the whole position: the output follows p if max q < max p - alpha TV(p, q), and q otherwise. The rule is
-    lossy at every alpha; at temperature 0 it is exact.
+    their mass from q. The remaining mass of q is distributed over all tokens in proportion to p. "opt" decides once for
+    the whole position: the output follows p if max q < max p - alpha TV(p, q), otherwise q. The rule is lossy at every
+    alpha; at temperature 0 it is exact.
 
     >>> import jax
     >>> from mars_jax import verify

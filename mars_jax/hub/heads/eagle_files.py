@@ -63,7 +63,7 @@ def load_eagle(
 
     Returns:
       The config, and the value for `Params.draft`. If the draft vocabulary is smaller than V, the entry `ids` i32[W] of
-      this value contains the target's token id of each draft token.
+      this value contains the target token id for each draft token.
 
     Raises:
       MarsError: the head cannot be read or does not fit the target. The message names the problem and the fix.
@@ -250,6 +250,6 @@ def to_head_json(
         fields |= {"architectures": ["Eagle3Speculator"], "transformer_layer_config": layer, "dtype": dtype}
         return fields | {_LAYERS: [i + 1 for i in config.feature_layers]}
     fields |= {"architectures": [f"{named}Eagle3"], "bias": config.fc_bias}
-    # SGLang reads this nested key. vLLM reads the same key at the top level, and counts from 1.
+    # SGLang reads this nested key. vLLM reads the same key at the top level, with all layer numbers larger by one.
     nested = {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}
     return layer | fields | {"eagle_config": nested}

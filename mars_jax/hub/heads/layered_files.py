@@ -158,7 +158,7 @@ def load_head(
 
     Args:
       name_or_path, target_config, target_params, dtype, head_embed: as for `hub.load_eagle`.
-      from_json: function that makes the config.
+      from_json: function that builds the config.
       shares: function that returns whether a head may share its target's unembedding.
     """
     check_dtype(dtype)
@@ -317,7 +317,7 @@ def save_head(
     overwrite: bool,
     verifier: str | None,
 ) -> Path:
-    """Write a head in one of `layouts`; `to_json` makes config.json. Other arguments are as for `hub.save_eagle`."""
+    """Write a head in one of `layouts`; `to_json` builds config.json. Other arguments are as for `hub.save_eagle`."""
     if layout not in layouts:
         raise MarsError(f"layout {layout!r} is not known: expected one of {', '.join(layouts)}.")
     target = free_directory(path, overwrite=overwrite)

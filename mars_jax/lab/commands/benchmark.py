@@ -1,4 +1,4 @@
-"""`mars-jax benchmark`: measure a pair of models, with controls, from the command line."""
+"""`mars-jax benchmark`: measure a pair of models, optionally with control arms, from the command line."""
 
 from __future__ import annotations
 

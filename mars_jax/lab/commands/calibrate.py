@@ -89,7 +89,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     args.draft = draft_or_default(args.draft, args.target)
-    # The thresholds to try are --thetas. With --prefixes, theta is a setting of the rule as usual.
+    # --thetas lists the thresholds to try. With --prefixes, theta is instead an ordinary setting of the rule.
     replaced_settings = ("theta",)
     if args.prefixes is not None:
         replaced_settings = ()
@@ -182,7 +182,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
     if hosts.is_first():
         check_writable(args.output)
-    # --output must not exist until the end, so the rows go to a folder next to it.
+    # The file --output is only created at the end, so store the rows in a folder next to it until then.
     rows_folder = args.output.with_name(f"{args.output.name}-rows")
     # By default, use enough problems to certify the bound if the mean loss is a tenth of it.
     default_problems = calibration.FACTORS[0.1] * calibration.fewest(args.bound, args.confidence)

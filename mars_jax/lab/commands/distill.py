@@ -37,7 +37,7 @@ def _flag(metavar: str, help: str, kind: type = str, **options: Any) -> dict[str
 
 
 def _switch(help: str) -> dict[str, Any]:
-    # The default is None rather than False, the same as for flags that a kind does not have.
+    # The default is None rather than False, so that it equals the value of a flag that the kind does not have.
     return {"action": "store_true", "default": None, "help": help}
 
 
@@ -185,7 +185,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(
             "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
         )
-    # The authors' layout is named after the drafter, which is eagle for both eagle1 and eagle3.
+    # The authors' layout has the name of the drafter that reads it, which is eagle for both eagle1 and eagle3.
     authors_layout = args.kind.rstrip("13")
     if args.layout not in (None, authors_layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {authors_layout} or speculators.")
@@ -210,7 +210,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in ("model", "sprinter", "diversed") and args.first is None:
         raise MarsError(f"distill {args.kind} needs a checkpoint to start from: name it with --from.")
-    # The kind `features` may continue in a folder that already holds shards.
+    # `distill features` can add shards to a folder that already contains some.
     if args.kind == "features":
         return
     # os.path returns False for paths that the system rejects; `free_directory` reports those later.

@@ -60,7 +60,7 @@ EVALUATIONS = 128
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
-    """Train a drafter of `args.kind`, or compute features, and write them to `args.output`.
+    """Train a drafter of the kind `args.kind`, or compute features, and write the result to `args.output`.
 
     Raises:
       MarsError: flags do not fit the models or this machine, or --work belongs to a different run.
@@ -92,7 +92,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         resolve(args.first, weights=False)
     with busy("loading"):
         mesh = open_mesh(args.mesh, hub.outline(args.target).config)
-        # Stored features were computed by the target in bfloat16, and so was their fingerprint.
+        # The stored features and their fingerprint were computed with the target in bfloat16.
         dtype = args.features and "bfloat16"
         target = hub.load(args.target, dtype=dtype, mesh=mesh)
         start_checkpoint, start_params = _open_first(args, target)
@@ -130,7 +130,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTr
     if args.first is None or (args.kind, args.first) == ("via_sd", NGRAM):
         return None, ()
     if args.kind != "eagle3":
-        # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
+        # The kind `model` trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
         model = hub.load(args.first, dtype="float32" if args.kind == "model" else None)
         if model.model.for_chains is not None:
             raise MarsError(
@@ -217,7 +217,7 @@ def _draft_vocabulary(
 def _write_texts(
     args: argparse.Namespace, target: Pretrained, documents: Sequence[str], work: Path
 ) -> list[str]:
-    """Return the texts for --write, which the target writes as continuations of the first 16 tokens of documents.
+    """Return the texts for --write: the target's continuations of the first 16 tokens of documents.
 
     The texts are stored in --work, so that a killed run can continue.
     """
@@ -292,8 +292,7 @@ def write_features(args: argparse.Namespace) -> None:
     The documents are plain texts or, with --chat, questions that the target answers.
 
     Raises:
-      MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an
-        answer.
+      MarsError: a file cannot be read, the output belongs to a different run, or no document leaves room for an answer.
     """
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
@@ -339,7 +338,10 @@ def write_features(args: argparse.Namespace) -> None:
 def _document_tokens(
     target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
 ) -> list[list[int]]:
-    """Return the tokens of documents, or of chats in which the target answers alternately at temperatures 0 and 1."""
+    """Return the tokens of documents or, with --chat, of questions together with the target's answers.
+
+    Every second answer is sampled at temperature 1; the others are greedy.
+    """
     if not args.chat:
         return target.encode_many(documents)
     # Reserve at least a quarter of the row for the answer.
@@ -382,7 +384,7 @@ def _write_shard(
 
 
 def draft_name(name: str, output: Path) -> str:
-    """Return a model's name for config.json in `output`: `name` itself, or a path relative to the output."""
+    """Return the name by which config.json in `output` refers to a model: `name` itself, or a relative path."""
     path = expanded(name)
     if name == NGRAM or not path.is_dir():
         return name

@@ -53,7 +53,7 @@ def make_parser(
     """Return a parser with the flags of the pair, its rule and its tasks.
 
     Args:
-      prog, description, epilog: texts for the command's help.
+      prog, description, epilog: parts of the command's help text.
       instead: settings of the rule for which the command has its own flags; see `add_rule_flags`.
       arithmetic: number of problems for the arithmetic task if --problems is not given.
     """
@@ -104,7 +104,7 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
-    """Return the flags that change how the target or the drafter computes, if their values are not the defaults."""
+    """Return the flags that change how the target or the drafter computes and whose values are not the defaults."""
     flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed", "refine")
     return {name: value for name, value in vars(args).items() if name in flag_names and value is not None}
 
@@ -120,7 +120,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     try:
         draft = parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
-        # Replace the period at the end of the message, to continue its sentence.
+        # Replace the period at the end of the message to continue the sentence.
         raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")
@@ -158,7 +158,7 @@ def open_study(
     Args:
       args: from a parser of `make_parser`, after `check_pair_flags`.
       folder: output folder for the rows.
-      check: raises MarsError for problems that the command cannot use.
+      check: function that raises MarsError for problems that the command cannot use.
       arithmetic: number of problems for the arithmetic task if --problems is not given.
 
     Raises:

@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
         return fit.try_fit(pair(slice_, dtype), slice_)
 
     def step(shape: DraftShape) -> StepTime | None:
-        """Return the time of a step with a draft of a different shape, or None if it does not fit."""
+        """Return the time of a step with a draft of a different shape, or None if the step does not fit in memory."""
         shaped_programs = pair(requested_slice, args.dtype, shape=shape)
         # The plan has already compiled the draft of the usual shape, and it fits.
         is_planned = shape == drafter.usual(mixture=is_mixture)
@@ -227,7 +227,7 @@ def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
-    """Return the config or name of a draft that `draft_of` accepts, from the value of --draft."""
+    """Parse the value of --draft, and return the draft as a config or a name, for `draft_of`."""
     if spec in published_heads():
         return published_heads()[spec].outline(target)
     try:

@@ -1,4 +1,4 @@
-"""Decoding of evaluation problems with one arm, turn by turn. The measured times exclude compilation."""
+"""Answers to evaluation problems, decoded turn by turn with one arm. The measured times exclude compilation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Decoding:
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode some problems, such as one group, in `session.batch_size` rows.
+        """Decode the answers to some problems, for example one group, with `session.batch_size` rows in parallel.
 
         A finished row continues with the next problem. The prompt of a follow-up turn contains this arm's earlier
         answers.
@@ -83,7 +83,8 @@ class Decoding:
         conversations: list[list[Completion]] = [[] for _ in problems]
         problem_seconds = [0.0] * len(problems)
         out_of_room = [False] * len(problems)
-        # Decode turn by turn. A problem drops out after its last turn, or when a turn no longer fits the context.
+        # Decode turn by turn. A problem drops out after its last turn, or when its conversation no longer fits in the
+        # context.
         for turn in range(max(len(turns_asked(p, self.chat)) for p in problems)):
             # Prompts of this turn, keyed by the index of the problem.
             prompts: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
 """Figures for one arm, computed from its rows; some are relative to the target without a draft.
 
-R is the number of resamples. Tested against recounts by hand and the coverage of simulated intervals, in
-tests/lab/evaluate/test_figures.py.
+R is the number of resamples. Tested against figures computed by hand, and by the coverage of intervals on simulated
+data, in tests/lab/evaluate/test_figures.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def intervals(
 def _figures(
     rows: Sequence[Row], autoregressive: Sequence[Row], weights: np.ndarray, metric: str
 ) -> dict[str, np.ndarray]:
-    """Return all figures that have intervals, each with its value in every resample, f64[R], or by depth, f64[D, R].
+    """Return every figure that has an interval, for each resample: f64[R], or f64[D, R] for a figure by depth.
 
     A figure that is undefined in a resample is NaN or infinite. `weights` f64[R, n] counts how often each problem
     occurs in each resample. All figures use the same weights, so that ratios and differences are paired.

@@ -49,11 +49,11 @@ _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
 
 
 def score_answer(problem: Problem, text: str) -> list[float] | None:
-    """Score one answer: return a list of one number, the BLEU counts, or None for the metrics "none" and "pass@1".
+    """Return the metric's row of numbers for one answer, or None if the metric is "none" or "pass@1".
 
     Args:
       problem: the problem with its references and its metric, which must not be "likelihood": `rows.score_answers`
-        computes that. For "pass@1" see `write_and_score_samples`.
+        computes that. For "pass@1", see `write_and_score_samples`.
       text: the answer.
 
     >>> score_answer(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
@@ -139,7 +139,7 @@ def _rouge() -> RougeScorer:
 def rouge_l(text: str, references: Sequence[str]) -> float:
     """Return the F1 of the longest common subsequence of words, maximised over the references.
 
-    Source: Lin 2004, computed by `rouge-score`. Raises: MarsError if that package is not installed.
+    Source: Lin 2004; implementation: the package `rouge-score`. Raises: MarsError if it is not installed.
     """
     return max(float(_rouge().score(reference, text)["rougeL"].fmeasure) for reference in references)
 
@@ -156,8 +156,8 @@ def _bleu_metric() -> BLEU:
 def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
     """Return an answer's counts for corpus BLEU: matching 1- to 4-grams, all 1- to 4-grams, and both lengths.
 
-    Source: Papineni et al. 2002 and Post 1804.08771, computed by `sacrebleu`. Raises: MarsError if that package is not
-    installed.
+    Sources: Papineni et al. 2002 and Post 1804.08771; implementation: the package `sacrebleu`. Raises: MarsError if it
+    is not installed.
     """
     bleu = _bleu_metric().sentence_score(text, list(references))
     return [float(n) for n in (*bleu.counts, *bleu.totals, bleu.sys_len, bleu.ref_len)]

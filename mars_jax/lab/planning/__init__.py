@@ -1,1 +1,1 @@
-"""Planning of TPU slices: compile the decode step ahead of time, without a TPU and without weights."""
+"""Planning for TPU slices: compile the decode step ahead of time, without a TPU and without weights."""

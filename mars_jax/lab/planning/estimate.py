@@ -59,7 +59,7 @@ class Work(NamedTuple):
     devices: int
     # A key under "drafts" in the table, or the name of a drafter that was not measured.
     draft: str
-    # Number of passes of the draft, and of transformer layers per pass.
+    # Number of passes per draft, and number of transformer layers per pass.
     passes: int
     draft_layers: int
 
@@ -96,7 +96,7 @@ def step_time(work: Work, generation: str, device: Chip) -> StepTime:
     if missing := _missing(work, generation):
         return StepTime(floor_seconds, floor_seconds, floor_seconds, missing)
     chip_table = overheads()[generation]
-    # Use the row of the table with the smallest number of tokens that is at least that of the step.
+    # Use the row with the smallest token count that is at least the step's.
     layer_rows = chip_table["layers"][work.dtype]
     layer_overheads = layer_rows[str(min(count for count in map(int, layer_rows) if count >= work.tokens))]
     draft_overheads = chip_table["drafts"][work.draft]
@@ -125,7 +125,7 @@ def step_time(work: Work, generation: str, device: Chip) -> StepTime:
 
 
 def _missing(work: Work, generation: str) -> str:
-    """Return why the table does not cover a step, or "" if it does."""
+    """Return the reason why the table does not cover a step, or "" if it does."""
     chip_table = overheads().get(generation)
     if chip_table is None or work.dtype not in chip_table["layers"]:
         return f"{work.dtype} on {generation} was not measured"

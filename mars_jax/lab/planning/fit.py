@@ -1,6 +1,6 @@
-"""Plans for a pair of models on a TPU slice: whether it fits, the time of a step, and alternatives that would fit.
+"""Plans for a pair of models on a TPU slice: whether the pair fits, the time of a step, and alternatives that fit.
 
-Tested against the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
+Tested against the TPU compiler (libtpu), and against the byte counts in tests/lab/planning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Plan:
     # The estimated range, as low_seconds and high_seconds; None if the table of overheads does not cover the step.
     step: dict[str, float] | None
     autoregressive_step: dict[str, float] | None
-    # Notes on the arrays that every device stores unsharded, and the reason if there is no estimate.
+    # Notes on the arrays that every device stores unsharded; if there is no estimate, also the reason.
     notes: tuple[str, ...]
 
 
@@ -175,7 +175,7 @@ def step_bytes(
     """Return the bytes that one device reads in a step: the weights and the live cache, once per pass.
 
     Args:
-      target, draft, drafter, params: of the pair.
+      target, draft, drafter, params: those of the pair.
       batch: number of rows.
       cache_bytes, draft_cache_bytes: bytes of the live caches of target and drafter.
     """
@@ -272,8 +272,8 @@ class DraftShape(NamedTuple):
         """Return the expected tokens per step, given the acceptance probability of a drafted token at each depth.
 
         The last probability applies to all deeper levels. For a chain, tau is `1 + a + ... + a^length` (Leviathan et
-        al. 2211.17192, equation 1). At each level of a tree, a token is assumed to be accepted if one of the two
-        likeliest candidates is, so `a` becomes `1 - (1 - a)^2`.
+        al. 2211.17192, equation 1). For a tree, the estimate counts the two likeliest candidates of each level and
+        assumes that each is accepted with probability `a`, so `a` becomes `1 - (1 - a)^2`.
 
         >>> round(DraftShape(3, None).tau([0.5]), 3), round(DraftShape(None, Dynamic(depth=3)).tau([0.5]), 3)
         (1.875, 2.734)
@@ -354,7 +354,7 @@ def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Se
     Args:
       attempt: function that maps a slice (None for the same slice) and a dtype to an attempt.
       dtype: the dtype that does not fit.
-      larger: larger slices in the order to try.
+      larger: larger slices, in the order in which to try them.
 
     Returns:
       All attempts, successful or not.

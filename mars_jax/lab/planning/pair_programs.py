@@ -86,7 +86,7 @@ def draft_of(
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
-        # The usual tree of a block drafter is as deep as its block.
+        # By default, a block drafter drafts a tree as deep as its block.
         if drafter_definition.block and config.drafts and tree is None and length is None and not chain:
             tree = Dynamic(depth=config.drafts)
         cache_options = {"cache_dtype": dtype} if config.cached else {}
@@ -217,7 +217,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 class OutOfMemory(Exception):
-    """Error for a program that does not fit on its devices. `used` is its bytes per device, or 0 if unknown."""
+    """Error for a program that does not fit on its devices. `used`: bytes per device, or 0 if unknown."""
 
     def __init__(self, used: int):
         super().__init__(f"{used} bytes")
@@ -226,7 +226,7 @@ class OutOfMemory(Exception):
 
 @activity.doing("compiling")
 def compile_program(lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None) -> JsonObject:
-    """Compile a program and report the compile time, the compiler's counts, and the collectives.
+    """Compile a program and report the compile time, the byte counts, the kernels and the collectives.
 
     Args:
       lowered: program lowered with abstract arguments, which are sharded over the devices to compile for.
@@ -269,7 +269,7 @@ def _out_of_memory(text: str) -> OutOfMemory:
 
 
 def collectives(program: str) -> dict[str, int]:
-    """Count the collectives of an HLO program, by kind and shape of the result."""
+    """Count the collectives of an HLO program, keyed by kind and result shape."""
     # An asynchronous collective has a -start and a -done instruction; the pattern matches only the first. The last
     # line removes the layouts, which are in braces, from the shapes.
     pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")

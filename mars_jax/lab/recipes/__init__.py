@@ -121,7 +121,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def measured(summary: JsonObject) -> dict[str, float]:
-    """Return the speed and tau of the strict and the relaxed rule, averaged over the tables of summary.json.
+    """Return the speed and tau of the strict rule and of the relaxed rule, averaged over the tables of summary.json.
 
     Papers report such averages. If answers are scored, the result also includes the share of the target's score that
     the relaxed rule retains.

@@ -26,7 +26,9 @@ ROOM = 0.85
 
 
 def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str:
-    """Check that the weights of a pair fit on the devices, and return a message with the sizes of both.
+    """Check that the weights of a pair fit on the devices, and return a message with the size of the weights.
+
+    The message also contains the size of the memory, if it is known.
 
     Args:
       args: parsed flags of `mars-jax benchmark`.
@@ -55,7 +57,7 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
 
 
 def weight_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of the weights of target and draft. Heads are assumed to have their published shapes."""
+    """Return the number of bytes of the weights of target and draft, assuming published shapes for heads."""
     draft = parse_draft(args.draft)
     target = hub.outline(args.target).config
     configs: list[AnyConfig] = [target]

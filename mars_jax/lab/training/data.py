@@ -128,7 +128,7 @@ def draft_vocabulary(
     """Return the tokens in `always` and the most frequent tokens of the streams: i32[size], ascending.
 
     Args:
-      streams: the streams, counted according to their weights.
+      streams: token streams, each counted in proportion to its weight.
       size: number of tokens to return, W.
       vocab_size: V of the target.
       always: tokens to include, such as stop tokens, which a drafter should be able to draft.

@@ -66,7 +66,9 @@ def dflash(
     divergence: Divergence = forward_kl,
     dtype: DTypeLike = "bfloat16",
 ) -> Loss:
-    """Return the loss of a head: each block position learns the target's distribution given the true tokens before it.
+    """Return the loss of a DFlash head.
+
+    Each position of a block learns the target's distribution, given the true tokens before that position.
 
     Args:
       config: config of the head.
@@ -180,7 +182,8 @@ def block_hidden(
 def block_layers(target: ModelConfig) -> tuple[int, ...]:
     """Return the target layers that a DFlash head reads.
 
-    They are the published five or, if the target has fewer than 12 layers, the last layer of each third.
+    These are the five layers that the published heads read or, if the target has fewer than 12 layers, the last layer
+    of each third.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
@@ -210,7 +213,7 @@ def new_dflash(
       target, params, ids, seed: as for `eagle_training.new_eagle3`.
       layers: target layers to read; default: `block_layers`.
       depth: number of layers of the head.
-      block_size: tokens of a block, including the last committed one.
+      block_size: number of tokens in a block, including the last committed token.
       markov_rank, confidence: settings of DSpark, whose blocks draft from their anchor; see `DFlashConfig`.
       intermediate_size: width of the layers' MLPs; default: the target's.
       divergence: see `dflash`.

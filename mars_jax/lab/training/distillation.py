@@ -1,7 +1,7 @@
 """Distillation of drafters from a target, on text or stored features; constructors for Medusa heads and small models.
 
-B rows, L tokens per row, V vocabulary.
-Tested against the acceptance of a decode with the exported drafter (tests/lab/commands/test_distill.py).
+B rows, L tokens per row, V vocabulary. Tested against the acceptance that is measured when decoding with the exported
+drafter (tests/lab/commands/test_distill.py).
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def train(
       learning_rate: peak learning rate; see `loop.muon`.
       seed: seed that determines the order of the text.
       minutes: time after which training ends early; default: no limit.
-      mesh: divides the target over its axis `model` and each step's rows over `data`. The apprentice's params are
-        replicated on every device.
+      mesh: the target is sharded over its axis `model`, and the rows of each step over its axis `data`. The
+        apprentice's params are replicated on every device.
 
     Returns:
       The trained params in float32, with `ids` if there is a draft vocabulary.

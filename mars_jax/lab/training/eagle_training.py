@@ -110,8 +110,8 @@ def eagle3(
     Args:
       config: config of the EAGLE-3 head or MTP module.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
-      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are not part
-        of the params.
+      ids: i32[W]; target token ids of the draft vocabulary, if it is smaller than the target's. They are not trained,
+        so they are not part of the params.
       steps: number of tokens to draft.
       divergence: divergence of the head's distribution from the target's.
       dtype: dtype of the computation.
@@ -163,12 +163,12 @@ def drafted_ahead(
     entry_index = jnp.arange(n, dtype=jnp.int32)
     positions = jnp.broadcast_to(entry_index, (rows, n))
     same_document = document_mask(segments[:, :n])
-    # The cache is `steps` blocks of n slots. Block i holds the entries of step i.
+    # The cache consists of `steps` blocks of n slots each. Block i holds the entries of step i.
     cache = config.init_cache(rows, steps * n, both.draft["fc"].dtype)
     distance = (entry_index[:, None] - entry_index[None, :])[None]  # from the attended entry
     for j in range(steps):
-        # Entry t attends to the target's features up to t - j, which are block 0, and to the entry t - (j - i) of each
-        # block i, which are its own chain. Later blocks are still empty.
+        # Entry t attends to the target's features up to t - j (block 0) and to its own chain, which is entry
+        # t - (j - i) of each block i from 1 to j. Later blocks are still empty.
         visible_blocks = [same_document & (distance >= j)]
         visible_blocks += [jnp.broadcast_to(distance == j - i, same_document.shape) for i in range(1, j + 1)]
         visible_blocks += [jnp.zeros(same_document.shape, bool)] * (steps - j - 1)
@@ -180,7 +180,7 @@ def drafted_ahead(
             seen_positions=jnp.tile(positions, (1, steps)),
         )
         hidden, cache = config.forward(target, both, feature, next_tokens, visible, cache)
-        # Valid if the last target feature and the embedded token belong to one document.
+        # Valid if the last target feature and the embedded token belong to the same document.
         valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry_index >= j)[None]
         yield config.logits(target, both, hidden), valid & (segments[:, 1:] != PADDING)
         # The feature of entry t at the next step is the head's output at entry t - 1.
@@ -217,7 +217,7 @@ def eagle1(
         hidden, _ = config.forward(target, pair, feature, next_tokens, visible, cache)
         drafted, target_logits = config.logits(target, pair, hidden), lesson.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
-        # The regression target of entry t is the target's feature at t + 1. Smooth L1 is Huber's loss.
+        # The regression target of entry t is the target's feature at t + 1. Smooth L1 is the Huber loss.
         next_feature = lesson.output.hidden[:, 1:].astype(jnp.float32)
         smooth_l1 = jnp.mean(optax.huber_loss(hidden.astype(jnp.float32), next_feature), axis=-1)
         regression_loss = objectives.masked_mean(smooth_l1, valid)

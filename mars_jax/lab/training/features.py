@@ -133,7 +133,7 @@ class _ShardRows:
 
 
 def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
-    """Return the batches of dumps, held-out batches, and the mean number of tokens per batch, including padding.
+    """Return the training batches, the held-out batches, and the mean number of tokens per batch, including padding.
 
     The batches are an endless `grain.MapDataset`. A batch holds whole rows of one dump, about `step_tokens` tokens in
     total. The first shard of every dump is held out.

@@ -1,6 +1,6 @@
 """The training loop: a jitted step over the batches of a grain dataset, with Orbax checkpoints and a log.
 
-Tested against an uninterrupted run, by killing and resuming one (tests/lab/training/test_loop.py,
+Tested by killing and resuming runs, and comparing them with an uninterrupted run (tests/lab/training/test_loop.py,
 tests/cli/test_hosts.py).
 """
 
@@ -46,7 +46,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
     """Return the project's optimizer: Muon for matrices inside the layers and Adam for all other params.
 
     Embeddings and unembeddings use Adam, as Muon's author advises (Jordan 2024). Updates of both kinds have the same
-    root mean square (arXiv 2502.16982, section 2.2), so that they share one learning rate. The rate rises linearly,
+    root mean square (arXiv 2502.16982, section 2.2), so they can share one learning rate. The rate rises linearly,
     stays at its peak, and falls linearly to zero (arXiv 2404.06395, section 4).
 
     Args:
@@ -109,9 +109,10 @@ def fit(
     held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
-    """Train and return the params. To continue a run that was killed or ended by `minutes`, repeat the call.
+    """Train and return the params.
 
-    The result is the same, bit for bit, as that of an uninterrupted run.
+    To continue a run that was killed or reached its limit of `minutes`, repeat the call. The result is the same, bit
+    for bit, as that of an uninterrupted run.
 
     Args:
       training: see `Training`.
@@ -142,7 +143,7 @@ def fit(
     with progress(description) as show, contextlib.closing(checkpoints):
         completed_steps, checkpoint_state = checkpoints.restore(checkpoint_state)
         params, opt_state = checkpoint_state["params"], checkpoint_state["opt_state"]
-        # grain expects integers, and a checkpoint may return arrays.
+        # grain expects integers, but a restored checkpoint may contain arrays.
         batches.set_state(jax.tree.map(int, checkpoint_state["data"]))
         show(completed_steps, training.steps, "")
         train_step = make_step(training.loss, training.optimizer)
@@ -245,7 +246,7 @@ class Checkpoints:
         return {name: restored_state[name] for name in state}
 
     def save(self, step: int, state: PyTree) -> None:
-        """Write the state. Return only when it is on disk, because the next step overwrites its buffers."""
+        """Write the state, and wait until it is on disk, because the next step overwrites its buffers."""
         host_state = hosts.fetch(state)  # collective: every process calls it
         if self._manager is not None:
             import orbax.checkpoint as ocp

@@ -1,4 +1,4 @@
-"""Divergences of a drafter's distribution from its target's, and shared parts of head losses.
+"""Divergences of a drafter's distribution from its target's, and functions that the losses of several heads use.
 
 B rows, L tokens per row, V vocabulary, W draft vocabulary.
 """
@@ -85,7 +85,7 @@ def cast(params: PyTree, dtype: DTypeLike, ids: Array | None = None) -> PyTree:
 
 
 def with_ids(params: PyTree, ids: Array | None) -> PyTree:
-    """Add the draft vocabulary i32[W], which is not trained, to the params if there is one."""
+    """Add the draft vocabulary i32[W], which is not trained, to the params; do nothing if there is none."""
     if ids is None:
         return params
     return {**params, "ids": ids}
@@ -115,6 +115,6 @@ def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
 
 
 def chain_figures(losses: Iterable[Array], accepted: Iterable[Array]) -> dict[str, Array]:
-    """Return the metrics of a chain to log: the loss at each token, and the share of drafts that are accepted there."""
+    """Return the metrics of a chain to log: for each token, its loss and the share of drafts that are accepted."""
     figures = {f"loss_{j}": loss for j, loss in enumerate(losses, start=1)}
     return figures | {f"accept_{j}": share for j, share in enumerate(accepted, start=1)}

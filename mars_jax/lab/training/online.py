@@ -3,7 +3,7 @@
 Source: OSD (2310.07177). The loss is the cross entropy to the target's distribution at positions where drafts were
 rejected. At these positions, an EAGLE-3 head learns at every step of its chain.
 B rows, T tokens, n positions, K draft tokens, V vocabulary.
-Tested against a run's steps, counted by hand (tests/lab/training/test_online.py).
+Tested against the verdicts of a run's steps (tests/lab/training/test_online.py).
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class Refiner:
           target, draft: models with the same vocabulary. For an EAGLE-3 head, `draft` is its config from
             `hub.load_eagle`.
           params: params of the draft. `refine` returns the same dtypes, so that decoding programs are not recompiled.
-          depth: K of the drafted chain.
+          depth: K, the length of a drafted chain.
           held_out: token ids of documents that are never trained on.
           target_params: the current target params; pass later ones to `refine`.
           old: token ids of documents that the draft should not forget.
-          optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped at norm 1.
+          optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped to norm 1.
           rows, width: the latest `rows` completions are stored, each truncated to `width` tokens.
           fall: share of the initial held-out tau that may be lost.
-          temperature: temperature of the expected tau: at 0 the best tokens are compared, above 0 the distributions.
+          temperature: temperature of the expected tau, which at 0 depends only on the top tokens.
           seed: seed that determines the order of the documents.
 
         Raises:
@@ -153,7 +153,7 @@ class Refiner:
 
     @property
     def params(self) -> PyTree:
-        """The weights of the draft, in its original dtypes."""
+        """The weights of the draft, in their original dtypes."""
         params = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
         return with_ids(params, self._ids)
 
@@ -255,7 +255,7 @@ def _measure(
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
     """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
-    # Greedy verification accepts if the best tokens agree. Rejection accepts with probability sum of min(p, q).
+    # Greedy verification accepts if the best tokens agree. Rejection accepts with probability sum(min(p, q)).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
@@ -292,7 +292,7 @@ def _head_learner(
         )
     assert target.with_features is not None  # `drafters.eagle` refuses such a target
     model = target.with_features(config.feature_layers)
-    # Updates are small and use few rows, so compute them in float32.
+    # Compute the loss in float32, because updates are small. The batches are small too, so this is fast enough.
     loss = eagle3(config, model, ids=ids, steps=depth, dtype="float32")
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:

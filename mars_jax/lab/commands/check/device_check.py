@@ -135,7 +135,7 @@ def device() -> JsonObject:
 
 
 def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
-    """Return a sentence for each row that failed, or that differs by more than ties."""
+    """Return a sentence for each row that failed, or whose results differ for a reason other than ties."""
     sentences = []
     for row in rows:
         if not row["status"].startswith("equal"):

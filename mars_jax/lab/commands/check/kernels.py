@@ -1,6 +1,6 @@
 """Comparison of every kernel operation with its reference on this device.
 
-B batch, N nodes, D depth, V vocabulary. The reference runs on the CPU if this process has one.
+B batch, N nodes, D depth, V vocabulary. The reference runs on the CPU unless JAX_PLATFORMS excludes it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 def forms(platform: str) -> dict[str, str]:
     """Return the implementations to check on a platform, each "compiled" or "interpreted".
 
-    On a CPU the TPU kernel is interpreted.
+    On a CPU, the TPU kernel is interpreted.
 
     >>> forms("gpu"), forms("cpu")["pallas_tpu"]
     ({'xla': 'compiled', 'partitioned': 'compiled'}, 'interpreted')
@@ -167,7 +167,7 @@ def cases(vocab: int) -> list[Case]:
 
 
 def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
-    """Return positive logits [B, N, V]. In 2 of 3 nodes the two best logits are so close that they tie in bfloat16."""
+    """Return positive logits [B, N, V]. At two thirds of the nodes, the two best logits tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
     # Choose a random token other than the best one as the runner-up.
@@ -190,7 +190,7 @@ def _accept(
     nodes = len(parents)
     random = np.random.default_rng(nodes)
     logits = _logits(nodes, vocab, dtype, seed=nodes)
-    # The best tokens of every node, i32[B, N, 3]. The stable sort breaks ties as the kernels do, by the lower id.
+    # The best tokens of every node, i32[B, N, 3]. In a tie, the stable sort prefers the lower id, as the kernels do.
     best_ids = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)[..., :3]
     runner_up_ids = best_ids[..., 1]
     # With y=None, the argmax is used.
@@ -200,7 +200,7 @@ def _accept(
     ranks = random.choice(3, p=(0.4, 0.5, 0.1), size=(ROWS, nodes, 1))
     tokens = np.take_along_axis(best_ids[:, np.maximum(parents, 0)], ranks, axis=-1)[..., 0]
     tokens[random.random(tokens.shape) < 0.1] = -1
-    # The root's token stands for the last committed token, which is arbitrary.
+    # The root is the last committed token; its value is arbitrary.
     tokens[:, 0] = 1
     row_numbers = np.arange(ROWS)
     controls = AcceptControls(
@@ -265,7 +265,7 @@ def _experts() -> Case:
 
 
 def _attention_of_a_model() -> Case:
-    """Return a case for attention as in the transformer (cuDNN's on a GPU). numpy computes the expected result."""
+    """Return a case for the transformer's attention (on a GPU, cuDNN's). numpy computes the expected result."""
     random = np.random.default_rng(0)
     nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
     cache = (ROWS, slots, heads, dim)

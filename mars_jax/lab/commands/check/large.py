@@ -81,7 +81,7 @@ class RandomPair(NamedTuple):
     context: int
 
     def steps(self, arm: TimedArm, batch: int) -> Program:
-        """Lower the decode loop of `batch` rows, each with `context` tokens."""
+        """Lower the decode loop for `batch` rows of `context` tokens each."""
         params, draft = self.plain, draft_of("none")
         if arm.options is not None:
             params, dtype = self.drafted, self.drafted.draft["unembed"].dtype.name
@@ -138,7 +138,7 @@ def check_large() -> JsonObject:
 
 
 def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> JsonObject:
-    """Return the times of steps with one row and with `rows` rows, and of the prefill of a prompt, in milliseconds.
+    """Return the times, in milliseconds, of a step with one row, a step with `rows` rows, and the prefill of a prompt.
 
     Args:
       config: config of the target.
@@ -169,7 +169,7 @@ def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> Json
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the bytes that `context` tokens occupy in the caches (the arrays with more than `context` slots)."""
+    """Return the number of bytes that `context` tokens occupy in the caches (arrays with more than `context` slots)."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
@@ -201,7 +201,7 @@ def seconds_of(call: Callable[[], PyTree], rounds: int) -> list[float]:
 def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]) -> Callable[[], PyTree]:
     """Return a function that calls `call(*operands)` `times` times in one loop on the device.
 
-    Dispatching a call from the host would take longer than a short operation.
+    For a short operation, dispatching each call from the host would take longer than the operation itself.
 
     >>> looped(lambda x: x + 1, 3, (jnp.ones(2),))().tolist()
     [2.0, 2.0]
@@ -211,7 +211,7 @@ def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]
     def run(times: int, operands: tuple[PyTree, ...]) -> PyTree:
         # The carry holds the operands and the result of the preceding call.
         def body(_: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            # Without a barrier XLA would hoist the call out of the loop.
+            # Without a barrier, XLA would hoist the call out of the loop.
             operands, _ = lax.optimization_barrier(carry)
             return operands, call(*operands)
 

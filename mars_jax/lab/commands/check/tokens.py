@@ -27,7 +27,7 @@ of summation. In float32, this changes these models' logits by about 1e-5."""
 def check_tokens() -> list[JsonObject]:
     """Decode with and without drafts, and compare every token with the target's best one.
 
-    Matrix products use full float32 precision, because some devices round them to fewer bits by default.
+    Matrix products use full float32 precision; by default, some devices round the operands to fewer bits.
 
     Returns:
       One row per decoding method: its name, status ("equal", "equal up to ties" or "differs"), detail and tau.
@@ -44,7 +44,7 @@ def check_tokens() -> list[JsonObject]:
             )
             for widths in (None, TREE)
         )
-        # `exact` verifies in mars_jax.core, and `mars` in the acceptance kernel. Without relaxation they agree.
+        # The rule `mars` verifies drafts in the acceptance kernel, and `exact` does not. Without relaxation they agree.
         strict_mars = LoadedRule(verify.mars(theta=float("inf")))
         sessions = {
             "autoregression": chain.autoregressive,

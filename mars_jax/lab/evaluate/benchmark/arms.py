@@ -146,9 +146,9 @@ def make_arms(
       temperature: at 0, the control that samples from the two best tokens at every position is identical to
         autoregression and is omitted.
       target: from `mars_jax.load`, for a rule with weights.
-      refined: whether to append an arm of the strict rule whose draft is trained during the run.
-      controls: "none" returns only the target without a draft and the rule. "paper" adds the strict rule. "all" also
-        adds controls in which the target samples from the tokens that a relaxed rule would accept from a draft.
+      refined: whether to append an arm that uses the strict rule and trains its draft during the run.
+      controls: "none" returns only autoregression and the rule. "paper" adds the strict rule. "all" also adds controls
+        in which the target samples from the tokens that a relaxed rule would accept from a draft.
 
     Raises:
       MarsError: see `verify.load`.

@@ -25,7 +25,7 @@ LEAST_POINTS = 10
 
 
 def captions(summary: JsonObject) -> dict[str, str]:
-    """Return the captions of a run's plots. Omit the plot over theta if no rule has a threshold."""
+    """Return the captions of a run's plots. Omit the plot of tau against theta if no rule has a threshold."""
     arms = [arm for table in summary["tables"] for arm in table["arms"]]
     if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
         return PICTURES
@@ -37,7 +37,7 @@ def draw(summary: JsonObject, folder: Path, caption: str, formats: Sequence[str]
     tables = summary["tables"]
     columns = min(len(tables), len({table["temperature"] for table in tables}))
     rows = math.ceil(len(tables) / columns)
-    # Height in inches of one bar per arm, plus the title and the axis.
+    # Height of a panel in inches: the title and the axis, plus one bar per arm.
     bars_height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
     panel_by_name = {
         "speed": (_speed, bars_height),
@@ -60,7 +60,7 @@ def _strict(arms: Sequence[JsonObject]) -> JsonObject:
 
 
 def _families(arms: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
-    """Group arms that differ only in their threshold. The keys are names without a threshold."""
+    """Group arms that differ only in their threshold. The keys are the arms' names without the threshold."""
     families: dict[str, list[JsonObject]] = {}
     for arm in arms:
         families.setdefault(arm["arm"].partition(" theta=")[0], []).append(arm)

@@ -127,7 +127,7 @@ class Recorder:
           problems: problems of one task.
           temperature: temperature of all requests.
           arms: the arms, each with its decoding and its draft length. The length is None if it is not part of a row's
-            key. All decodings have the same group size.
+            key. All arms have the same group size.
         """
         rows: dict[tuple[str, int | None], list[Row]] = {(arm.name, length): [] for arm, _, length in arms}
         group_size = arms[0][1].group

@@ -64,7 +64,7 @@ class Study:
     def settings(self, *draft_params: PyTree) -> JsonObject:
         """Return all settings that determine the rows. `draft_params` are the weights of the drafters."""
         args, rule = self.args, self.args.rule
-        # A rule may have weights, which determine the rows as well.
+        # Load the rule, because its weights, if it has any, also determine the rows.
         loaded_rule = verify.load(rule.spec, self.target, **rule.settings)
         return {
             "target": self.target.name,
@@ -150,7 +150,7 @@ def evaluate(
     rows: list[Row] = []
     texts: JsonObject = {}
     with contextlib.closing(open_rows(folder, settings)) as file:
-        # Without rows on file, ignore stored completions: they may be from a run with different settings.
+        # If the file has no rows yet, ignore stored completions: they may be from a run with different settings.
         if file.rows:
             texts = read_shared_json(folder / TEXTS) or {}
         decoding.announce(next(iter(tasks.values())), num_turns - len(file.rows))

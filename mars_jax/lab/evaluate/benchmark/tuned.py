@@ -3,7 +3,8 @@
 A longer draft also yields more tokens per step, without changing the output. The first quarter of a task's problems
 selects the lengths, and the remaining problems are scored. Source of the comparison: arXiv 2607.08690.
 
-Tested against recounts from rows and against decodes of the same pair (tests/lab/evaluate/test_tuned.py).
+Tested against figures recomputed from the rows, and against direct decoding with the same pair
+(tests/lab/evaluate/test_tuned.py).
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def arms_at(
 
     Args:
       rule: the measured rule.
-      thetas: its thresholds, one arm each.
-      temperature: above 0, if the drafter can sample, the arms include token-level and block-level `rejection`, and a
-        rule based on `exact` is also measured on the base `rejection`.
+      thetas: thresholds of the rule, one arm each.
+      temperature: if it is above 0 and the drafter can sample, the arms include token-level and block-level
+        `rejection`, and a rule based on `exact` is also measured with the base `rejection`.
       target: the target model, which a rule with weights needs.
       samples: whether the drafter can sample.
 
@@ -78,8 +79,10 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
 
     Args:
       study: the inputs of the run. `--tune` lists the chain lengths to try, in ascending order. `--draft-cost` is the
-        cost of drafting one token, in target forwards; if it is None, lengths are compared by measured wall time.
-      drafters: drafters from `mars_jax.drafters.load` with a chain of the longest length, keyed by whether they sample.
+        cost of drafting one token, in forward passes of the target; if it is None, lengths are compared by measured
+        wall time.
+      drafters: from `mars_jax.drafters.load`, each with a chain of the greatest length to try; keyed by whether they
+        sample.
       progress: called with `(done, total, text)` after every group of problems.
 
     Returns:
@@ -190,10 +193,10 @@ class _Run:
         }
 
     def _with_modelled_cost(self, rows: Sequence[Row], length: int) -> Sequence[Row]:
-        """Return the rows. With --draft-cost, replace their seconds with the modelled cost in target forwards."""
+        """Return the rows. With --draft-cost, replace the measured seconds with a modelled cost."""
         if self.args.draft_cost is None:
             return rows
-        # A step takes one target forward, plus `cost` forwards for each drafted token.
+        # A step costs one forward pass of the target, plus `draft_cost` passes for each drafted token.
         return [row | {"seconds": row["steps"] * (1 + self.args.draft_cost * length)} for row in rows]
 
     def _decode(

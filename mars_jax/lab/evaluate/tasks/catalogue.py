@@ -2,8 +2,8 @@
 
 The question sets of the MARS release and Spec-Bench have the fields `question_id`, `category`, `turns` and `reference`.
 GSM8K, HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 can also be read in their original layouts. Tested
-against folders read directly with `datasets`, in tests/lab/evaluate/test_datasets.py, and hand-written rows in
-test_tasks.py.
+against folders read directly with `datasets` (tests/lab/evaluate/test_datasets.py) and against hand-written rows
+(test_tasks.py).
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def read_problems(
       limit: maximum number of problems; None for all.
 
     Raises:
-      MarsError: the task is unknown, the file cannot be read, or a line is not a problem of the task.
+      MarsError: the task is unknown, the file cannot be read, or a line is not a valid problem for the task.
 
     >>> [problem] = read_problems("arithmetic", chat=True, limit=1)
     >>> problem.metric, problem.references
@@ -307,7 +307,7 @@ def _check(problems: Sequence[Problem], path: str) -> None:
 
 
 def _stories(path: str) -> Iterator[Problem]:
-    """Yield the beginnings of documents. They are cut between words, so that prompts do not depend on the tokenizer."""
+    """Yield the first `STORY_WORDS` words of every long document, so that prompts do not depend on a tokenizer."""
     opening_pattern = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
     has_story = False
     for number, document in enumerate(documents(path)):

@@ -14,7 +14,7 @@ from mars_jax.utils.types import JsonObject
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The JSON object of one line."""
+    """The JSON object on one line of a file."""
 
     where: str  # "gsm8k.jsonl, line 3"
     values: JsonObject

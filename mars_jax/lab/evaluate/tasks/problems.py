@@ -12,7 +12,7 @@ UNJUDGED = ("none", "likelihood")
 class Code(NamedTuple):
     """A HumanEval test program without its completion.
 
-    The program consists of the prompt, the completion, the test, and a call of `check(entry_point)`.
+    The program consists of the prompt, the completion, the test, and the call `check(entry_point)`.
     """
 
     prompt: str  # the beginning of the program, "" if the model writes all of it
@@ -22,7 +22,7 @@ class Code(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A prompt of one or more turns, and the way to score its answer."""
+    """A prompt of one or more turns, with the data for scoring its answer."""
 
     task: str
     id: str  # unique within the task
