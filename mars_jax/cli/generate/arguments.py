@@ -101,13 +101,13 @@ def _add_models(command_parser: Parser) -> None:
     flags.add_draft_flags(group)
     device_help = (
         "draft with model:PATH on this device, or on several, while the target verifies on others; each draft assumes "
-        "that the previous one is accepted, which changes no token (default: in turns, on the target's device)"
+        "that the previous one is accepted, which changes no token (default: on the target's device, in alternation)"
     )
     add_flags(group, {"--draft-device N[,N...]": device_help}, type=_devices)
     refine_help = (
         "let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes, under lossless rules; FILE "
         "holds texts, separated by <|endoftext|>, on which quality must not drop: an update is reverted if tau on the "
-        "held-out part falls by 3%%"
+        "held-out part falls 3%% below its initial value"
     )
     add_flags(group, {"--refine FILE": refine_help})
     add_settings(group, "refine_every")
