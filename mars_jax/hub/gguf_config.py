@@ -396,7 +396,7 @@ def _llama3(file: GGUFFile) -> JsonObject:
     theta = float(file.of_model("rope.freq_base", 10000.0))
     rope = read_rope({"rope_theta": theta, "rope_scaling": scaling})
     scaled = np.asarray(frequencies(rope, 2 * len(divisors)))
-    # theta^(-2 i / head_dim), the frequencies before scaling; there is one divisor for each pair of dimensions.
+    # The frequencies before scaling: theta^(-2 i / head_dim) for pair i of dimensions. The file has a divisor for each.
     unscaled = theta ** -(np.arange(len(divisors)) / len(divisors))
     if not np.allclose(unscaled / scaled, divisors, rtol=1e-3):
         raise MarsError("rope_freqs.weight is not Llama 3's scaling, and no other is supported.")

@@ -1,4 +1,4 @@
-"""Loader of plugins: modules that register rules and drafters when they are imported.
+"""Plugin loading. A plugin is a module that registers rules and drafters when it is imported.
 
 Each plugin is an entry point in the group `mars_jax.plugins`. The package `mars_jax.contrib` is itself a plugin.
 """

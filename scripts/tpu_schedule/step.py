@@ -70,7 +70,7 @@ class StepCost(NamedTuple):
     seconds: dict[str, float]
     launches: int
     bytes_seconds: float
-    # Seconds of the step, assuming the shortest and the longest time per launch.
+    # Duration of the step in seconds: for the shortest and for the longest time that a launch may take.
     low_seconds: float
     high_seconds: float
 

@@ -117,8 +117,8 @@ class _Part(NamedTuple):
     # i32[C, 1 + L]; for each node, the indices of its prefix and of the tokens below the prefix, padded with the index
     # of the zero term. The indices refer to the terms of the sums in `best_first`.
     places: np.ndarray
-    first: int  # number of the part's first node among the nodes of all parts
-    last: int  # index, within this part, of the first node of the last depth
+    first: int  # index of the part's first node, counted over all parts
+    last: int  # index, within the part, of the first node at its deepest level
     width: int  # number of prefixes that the next part uses; 0 in the last part
 
 

@@ -115,6 +115,6 @@ def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
 
 
 def chain_figures(losses: Iterable[Array], accepted: Iterable[Array]) -> dict[str, Array]:
-    """Return the metrics of a chain to log: for each token, its loss and the share of drafts that are accepted."""
+    """Return a chain's metrics for the log: the loss and the share of accepted drafts at each position."""
     figures = {f"loss_{j}": loss for j, loss in enumerate(losses, start=1)}
     return figures | {f"accept_{j}": share for j, share in enumerate(accepted, start=1)}
