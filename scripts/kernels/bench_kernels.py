@@ -2,9 +2,9 @@
 
     python -m scripts.kernels.bench_kernels --output scripts/results/bench_kernels_cpu.json
 
-For each shape, all implementations are warmed up and then timed alternately (A B A B ...). Reported times are medians; the
-JSON also contains each individual time. The floor is the time to read the operands once at the bandwidth of a copy of
-the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on the values.
+For each shape, all implementations are warmed up and then timed alternately (A B A B ...). Reported times are medians;
+the JSON also contains each individual time. The floor is the time to read the operands once at the bandwidth of a copy
+of the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on the values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATS_SHAPES = {
 def timed_in_turns(
     forms: dict[str, Callable[..., Any]], operands: tuple[Any, ...], repeats: int
 ) -> dict[str, Any]:
-    """Compile the functions and time them alternately. Return each function's times in seconds and their median in ms."""
+    """Compile the functions, time them alternately, and return each function's times and its median time."""
     compiled = {name: functools.partial(jax.jit(form), *operands) for name, form in forms.items()}
     seconds = common.in_turns(compiled, repeats)
     return {
