@@ -279,7 +279,7 @@ def _read_latent(data: JsonObject) -> Fields:
     latent = Latent(query_rank=data["q_lora_rank"] or 0, **sizes)
     rope = dataclasses.replace(read_rope(data), interleaved=bool(data["rope_interleave"]))
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    # DeepSeek's YaRN multiplies the scores by the square of 0.1 * mscale_all_dim * log(factor) + 1.
+    # DeepSeek's YaRN multiplies the scores by (0.1 * mscale_all_dim * log(factor) + 1) ** 2.
     growth = 1 + 0.1 * (scaling.get("mscale_all_dim") or 0) * math.log(max(rope.factor, 1))
     return {
         "latent": latent,
