@@ -117,7 +117,7 @@ def prefill(
         state = carry.state if observe is None else observe(carry.state, start, output)
         return _Reading(start + chunk_size, output.cache, state)
 
-    # Complete rows stay in the loop until all rows are complete. Their windows then write garbage past the end of the row.
+    # Complete rows stay in the loop until all rows are complete. Their windows then write garbage past the row's end.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))
     return end.cache, end.state
 
