@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,7 +114,9 @@ def copy(tmp_path_factory):
     (package / "contrib/rules/within.py").write_text(RULE)
     insert(folder / "tests/verify/test_rules.py", RULE_CASE, anchor='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
-    insert(package / "utils/settings.py", SETTING, anchor="    # sample only from this many")
+    settings = package / "utils/settings.py"
+    [comment] = re.findall(r"(?:    # .*\n)+(?=    top_k: int)", settings.read_text())
+    insert(settings, SETTING, anchor=comment)
     insert(package / "serve/requests.py", "    heat: Each[float]\n", anchor="    top_k: Each[int]")
     insert(package / "serve/generation.py", "        heat,\n", anchor="        top_k, top_p, min_p")
     prepared = package / "serve/prepare.py"
