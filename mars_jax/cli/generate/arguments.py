@@ -83,8 +83,8 @@ def _add_models(command_parser: Parser) -> None:
     add_flags(
         group,
         {
-            "--target PATH": "directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models "
-            "lists (default: tiny/target, which is included)",
+            "--target PATH": "directory, GGUF file, owner/name on Hugging Face, or a name from mars-jax models "
+            "(default: tiny/target)",
             "--draft DRAFT": f"{draft_words()} (default: the best draft that needs no download, else ngram); "
             "--list-drafters explains them",
         },
