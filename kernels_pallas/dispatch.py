@@ -7,9 +7,9 @@ therefore first compiled separately for the local chip. If this trial fails, XLA
 a local chip, for example when a program is compiled ahead of time for a TPU, there is no trial, and a kernel that does
 not compile raises an error.
 
-XLA cannot partition a Mosaic kernel over devices. Whether XLA will partition a program is only known during lowering,
-and JAX exposes this only in private attributes. `is_partitioned` and `runs_here` are the only functions that use
-private APIs of JAX.
+XLA cannot partition a Mosaic kernel over devices. JAX knows whether XLA will partition a program only while it lowers
+the program, and only in private attributes. `is_partitioned` and `runs_here` are the only functions that use private
+APIs of JAX.
 """
 
 from __future__ import annotations

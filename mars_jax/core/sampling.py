@@ -205,7 +205,7 @@ def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> 
     """Sample one token per node, i32[B, N], from raw logits f32[B, N, V]. Greedy rows return the argmax.
 
     The random number of node i in row b depends only on `keys[b]` (key[B]) and `positions[b, i]`. A row therefore
-    produces the same tokens in any batch, and a position gets the same token whatever the draft. If all rows are
+    produces the same tokens in any batch, and the token at a position does not depend on the draft. If all rows are
     greedy, only the argmax is computed.
 
     >>> from mars_jax.core.controls import make_controls

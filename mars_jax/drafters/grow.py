@@ -145,7 +145,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
     root_states = steering.first
     first_tokens, first_logits = draft_next(1, growth.logits, growth.carry, root_states)
 
-    # All levels have the same shapes, so a scan compiles `extend` only once, whatever the length of the chain.
+    # All levels have the same shapes, so a scan compiles `extend` only once for a chain of any length.
     def body(level: _ChainLevel, depth: Array) -> tuple[_ChainLevel, tuple[Array, Array | None]]:
         # The node at depth d has slot and position `first + d - 1`; its parent is the only node of the previous level.
         slot = growth.first + depth - 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
 
-# The colours of Okabe and Ito (2008), which can be told apart with any kind of colour vision.
+# The colours of Okabe and Ito (2008), which colour-blind readers can also distinguish.
 BLACK, GREY = "#222222", "#888888"
 ORANGE, SKY, GREEN = "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"

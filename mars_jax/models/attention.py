@@ -66,7 +66,7 @@ KERNEL_ROWS, KERNEL_NODES = 8, 64
 A chunk of a prompt needs no mask and may have any length. Smaller batches use the kernel only if XLA would loop over
 blocks of slots; otherwise the kernel is no faster than XLA (docs/kernels.md)."""
 KERNEL_SLOTS = 128
-"""The kernel requires a number of cache slots that is a multiple of this, whatever the dtype and number of heads."""
+"""The kernel requires a number of cache slots that is a multiple of this, for every dtype and number of heads."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 

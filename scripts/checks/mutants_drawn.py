@@ -23,7 +23,7 @@ ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
 """The tests in `SUITE` are named after rules, and those in `EXAMPLES` after modules."""
 OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_tables.py")
-"""Tests that run for every mutant, whatever its room."""
+"""Tests that run for every mutant."""
 
 
 def tests_of(file: str) -> list[str]:

@@ -24,7 +24,7 @@ LEAST = {"stories": 0.3, "arithmetic": 0.1}
 """Minimum range of the score axis, by task."""
 STRICT = ("exact", "rejection", "block")
 PER_PANEL = 5
-"""Maximum number of families per panel, apart from the strict rules, so that their lines can be told apart."""
+"""Maximum number of families per panel, not counting the strict rules. More lines would be hard to distinguish."""
 
 
 def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:

@@ -66,7 +66,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def dialogues(folder: Path) -> Iterator[str]:
-    """Yield prompts made from dialogues: half are the user's first turn, and half ask for a summary."""
+    """Yield a prompt for each dialogue: alternately its first user turn, and a request to summarise it."""
     for number, text in enumerate(data.documents(folder / "sgd_train.txt.xz")):
         lines = text.splitlines()
         if number % 2:

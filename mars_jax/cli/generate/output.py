@@ -146,12 +146,12 @@ def compare_ways(job: Job, show: Show) -> JsonObject:
     """
     pair, requests = job.session, job.requests
     exact = pair.using(LoadedRule(verify.exact()))
-    rule_name = pair.rule_name
-    if is_own(job.run["verify"]):
+    spec, rule_name = job.run["verify"], pair.rule_name
+    if is_own(spec):
         # A user's function may return a rule of the library, such as `mars` with a different theta.
-        rule_name = job.run["verify"].rpartition(":")[2]
+        rule_name = spec.rpartition(":")[2]
     sessions = {"autoregressive": pair.autoregressive, "exact": exact, rule_name: pair}
-    if is_own(job.run["verify"]) and not pair.loaded_rule.rule.lossless:
+    if is_own(spec) and not pair.loaded_rule.rule.lossless:
         sessions.setdefault("mars", pair.using(LoadedRule(verify.mars())))
     for session in sessions.values():
         session.warm_up(requests)

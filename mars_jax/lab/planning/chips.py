@@ -126,7 +126,7 @@ def topology(name: str) -> Topology:
         )
     # Cloud TPU images may set the path of libtpu instead of installing the package.
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise MarsError("a plan needs libtpu: pip install 'mars-jax[tpu]' on Linux x86-64.")
+        raise MarsError("a plan needs libtpu: pip install 'jax[tpu]' on Linux x86-64.")
     # Set these before loading libtpu: it must not look for a TPU host, and several processes may load it concurrently.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

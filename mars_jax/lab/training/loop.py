@@ -28,8 +28,7 @@ from mars_jax.utils.errors import MarsError
 CHECKPOINTS = "orbax"
 """Directory of the checkpoints, inside the directory of a training run."""
 WARMUP, DECAY = 50, 0.35
-"""Number of steps over which the learning rate rises, and share of the steps, at the end, over which it falls to
-zero."""
+"""Number of warm-up steps of the learning rate, and share of the last steps, in which it decays to zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

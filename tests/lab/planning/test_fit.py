@@ -138,7 +138,7 @@ def test_a_topology_that_is_none_gets_a_sentence(name):
 def test_without_libtpu_the_message_names_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(MarsError, match=r"a plan needs libtpu: pip install 'mars-jax\[tpu\]'"):
+    with pytest.raises(MarsError, match=r"a plan needs libtpu: pip install 'jax\[tpu\]'"):
         topology("v5e:1x1")
 
 
