@@ -113,7 +113,7 @@ def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cach
 def one_start(
     case: str, checkouts: dict[str, Path], pairs: int, cache: Path
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the reports of both processes, and the seconds of all their turns except the first, which is a warm-up."""
+    """Return the reports of both processes, and the seconds that each turn took, except the first, a warm-up."""
     with contextlib.ExitStack() as stack:
         workers = {
             name: stack.enter_context(
@@ -134,7 +134,7 @@ def one_start(
 
 
 def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
-    """Compare the times of `import mars_jax`, with and without accessing the names that an embedded loop needs."""
+    """Compare the import times of the checkouts, with and without access to the names that an embedded loop needs."""
     code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
     code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
     seconds: dict[str, list[list[float]]] = {name: [] for name in checkouts}

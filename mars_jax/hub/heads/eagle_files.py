@@ -226,7 +226,7 @@ def to_head_json(
       verifier: name of the target, for the layout "speculators".
 
     Raises:
-      MarsError: the layout does not support EAGLE-1, or the layer's family cannot express the layer.
+      MarsError: the layout does not support EAGLE-1, or the layer's family has no config field for one of its settings.
     """
     if layout == "speculators" and config.version != 3:
         raise MarsError("the layout of speculators is for EAGLE-3 heads only: choose the layout 'eagle'.")

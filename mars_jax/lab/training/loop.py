@@ -136,7 +136,7 @@ def fit(
     opt_state = jax.jit(training.optimizer.init)(params)  # same placement as params
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
-    # A template of the checkpoints, with the structure, shapes and placement to restore.
+    # A template for checkpoints, with the structure, shapes and placement to restore.
     checkpoint_state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
     deadline = time.monotonic() + 60 * (minutes or 0)
     checkpoints = Checkpoints(directory, training.steps)
@@ -196,7 +196,9 @@ class Checkpoints:
             self._manager.close()
 
     def restore(self, state: dict[str, PyTree]) -> tuple[int, dict[str, PyTree]]:
-        """Return the number of completed steps and the state after them, placed like `state`; or 0 and `state` itself.
+        """Return the number of completed steps and the state after them, placed like `state`.
+
+        Without a checkpoint, return 0 and `state` itself.
 
         Raises:
           MarsError: the checkpoint is damaged or belongs to a different training run.
