@@ -73,7 +73,7 @@ def _size(value: object) -> int:
 
 
 def _factor(operand: object) -> int:
-    """Return the factor by which an operand may enlarge a result: an integer's absolute value, or else its size."""
+    """Return the factor by which an operand may enlarge a result: an integer's absolute value, any other value's size."""
     if not isinstance(operand, int):
         return _size(operand)
     if abs(operand) > _COUNT:
@@ -147,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._remaining, self._deadline = TEMPLATE_SIZE, time.thread_time() + TEMPLATE_SECONDS
 
     def _new(self, value: Any) -> Any:
-        """Subtract the size of a new value from the remaining size, check the time, and return the value."""
+        """Subtract the size of a new value from the size that remains allowed, check the time, and return the value."""
         self._remaining -= _size(value)
         if self._remaining < 0:
             raise TemplateError(f"its values have more than {TEMPLATE_SIZE:,} characters")

@@ -81,7 +81,7 @@ def _days(rows: Sequence[Row]) -> list[str]:
 
 
 def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
-    """Return notes about the run that the figures do not show, such as turns that were left out."""
+    """Return notes on facts that the figures do not show, such as turns that were left out."""
     sentences = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         sentences.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
