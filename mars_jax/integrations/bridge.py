@@ -89,7 +89,8 @@ def from_nnx(
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
 
     Raises:
-      MarsError: `module` is not an nnx module, or the model is called and its logits or cache have the wrong shape.
+      MarsError: `module` is not an nnx module. Also raised when the model is called, if its logits or cache have the
+        wrong shape.
     """
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
@@ -118,7 +119,8 @@ def from_linen(
         other five arguments. `apply(..., method="name")` calls a method.
 
     Raises:
-      MarsError: `module` is not a linen module, or the model is called and its logits or cache have the wrong shape.
+      MarsError: `module` is not a linen module. Also raised when the model is called, if its logits or cache have the
+        wrong shape.
     """
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")

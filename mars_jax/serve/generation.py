@@ -125,7 +125,7 @@ def generate_iter(
       An iterator of `Finished(index, completion)`, with the index of the prompt and its `Completion`.
 
     Raises:
-      MarsError: see `generate`. The error is raised when the function is called, not at the first completion.
+      MarsError: see `generate`. It is raised when the function is called, not when the iterator is first advanced.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP

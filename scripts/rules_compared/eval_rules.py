@@ -100,7 +100,7 @@ def margins(draft: str) -> list[Arm]:
 
 
 def edges(draft: str) -> list[Arm]:
-    """Return arms of the other relaxed rules over `exact`: on a tree, three rules with one setting each."""
+    """Return arms of relaxed rules other than `mars`, based on `exact`; on a tree, three with one setting each."""
     options = {"prompts": MANY, "base": "exact"}
     if draft == "tree":
         return [
@@ -260,7 +260,7 @@ def decode_batch(
 
 
 def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learned: Path | None) -> None:
-    """Append all missing rows. The arms of `learned` are skipped unless its head is given."""
+    """Append all missing rows. The arms of the rule `learned` are skipped unless the folder of its head is given."""
     have = {(*key_of(row), row["id"]) for row in read_rows(file)}
     pair = Pair(learned)
     problems = {

@@ -1,4 +1,4 @@
-"""Comparison of the lossless rules' greedy tokens with the target's own choices on this device."""
+"""Comparison of tokens decoded greedily with lossless rules and the target's own choices on this device."""
 
 from __future__ import annotations
 
