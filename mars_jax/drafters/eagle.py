@@ -147,7 +147,7 @@ class FeatureDrafter(HeadDrafter):
 
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, parent_hidden = carry
-            # [B, W, E]: the input feature of each node is the head's own output at its parent.
+            # [B, W, E]: the input feature of each node is the head's own output at the node's parent.
             parent_features = pick(parent_hidden, level.parents)
             hidden, cache = self._forward(params, parent_features, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)

@@ -152,7 +152,7 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig, *, keep_wider: bool)
 
 
 def _value_heads(delta: Delta) -> np.ndarray:
-    """Return the position in the file of each value head of gated DeltaNet, in the hub's order; i[value_heads].
+    """Return i[value_heads]: for each value head of gated DeltaNet, in the hub's order, its position in the file.
 
     Value head i of key head k is number `k * groups + i` on the hub, and number `i * key_heads + k` in a file.
     """

@@ -24,7 +24,7 @@ HALVINGS, STEPS = 18, 3
 @register("mentored", paper="2609.30474")
 @struct.dataclass(kw_only=True)
 class Mentored(Retargeted):
-    """Maximize acceptance under a bound on the divergence from the target.
+    """Maximise acceptance under a bound on the divergence from the target.
 
     Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): among the distributions v with KL(p || v) of at most
     `bound` nats, the output follows the one with the highest acceptance rate sum(min(q, v)). It has the form
