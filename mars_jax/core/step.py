@@ -95,8 +95,8 @@ def score_tree(
 ) -> Scores:
     """Run one forward pass of the target over a draft tree. Row i of the logits is p(. | tokens up to node i).
 
-    If a `sparse` drafter has not drafted a token in any row, a CPU evaluates only the root, and the logits of padding
-    are 0. On an accelerator the padding costs almost nothing, so only the full forward pass is compiled.
+    If a `sparse` drafter has drafted no tokens in any row, a CPU evaluates only the root, and the logits of padding are
+    0. On an accelerator the padding costs almost nothing, so only the full forward pass is compiled.
 
     Args:
       drafter: the drafter that drafted the tree.

@@ -160,7 +160,7 @@ def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
 
 
 def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each key that leave the config's forward pass unchanged."""
+    """Return, for each key, the values that leave the config's forward pass unchanged."""
     width, rotated = (config.head_dim,), (int(config.head_dim * config.rope.fraction),)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {

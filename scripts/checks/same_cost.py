@@ -2,12 +2,12 @@
 
     python -m scripts.checks.same_cost --old REV --output FILE
 
-Each case reports the number of instructions in the optimised HLO of `run`, the bytes that XLA counts, and the time to
-decode a prompt. Two processes, one for each commit, take turns at decoding the same prompt. The memory layout of a
-process makes it a few percent faster or slower for its lifetime, so the processes are started several times. Each ratio
-is new over old. The 95% bounds of a ratio come from a bootstrap of the median, which resamples the starts of the
-processes and the pairs of turns within each start. Imports are also timed in pairs. On a shared machine, pin the script
-to a core (`taskset -c 0`).
+Each case reports the number of instructions in the optimised HLO of `run`, XLA's estimate of the bytes accessed, and
+the time to decode a prompt. Two processes, one for each commit, take turns at decoding the same prompt. The memory
+layout of a process makes it a few percent faster or slower for its lifetime, so the processes are started several
+times. Each ratio is new over old. The 95% bounds of a ratio come from a bootstrap of the median, which resamples the
+starts of the processes and the pairs of turns within each start. Imports are also timed in pairs. On a shared machine,
+pin the script to a core (`taskset -c 0`).
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _begin(drafter: Drafter, params: PyTree, text: Committed) -> PyTree:
 def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
-    """Return the draft i32[B, K + 1], the tokens committed if all of it is accepted, and the drafter's new state."""
+    """Return the draft i32[B, K + 1], the committed tokens if all of it is accepted, and the drafter's new state."""
     draft_input = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
     tree, state = drafter.propose(Params((), params), state, draft_input)
     if tree.draft_logits is not None:
@@ -269,7 +269,7 @@ class _Drafter:
         return jax.device_put(part, self._target_sharding)
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
-        """Return the draft i32[B, K + 1] after `text`, and the tokens committed if all of it is accepted."""
+        """Return the draft i32[B, K + 1] after `text`, and the committed tokens if all of it is accepted."""
         text = jax.device_put(text, self._place)
         with self._here():
             drafted_tokens, assumed_text, self._state = _draft(

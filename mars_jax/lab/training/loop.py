@@ -58,7 +58,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
     """
     warmup_steps = min(WARMUP, max(1, steps // 10))
     fall_steps = max(1, round(steps * DECAY))
-    # A linear schedule stays at its last value, so the rising one also provides the plateau.
+    # A linear schedule stays at its last value, so `rise` also provides the plateau.
     rise, fall = optax.linear_schedule(0.0, peak, warmup_steps), optax.linear_schedule(peak, 0.0, fall_steps)
     schedule = optax.join_schedules([rise, fall], [steps - fall_steps])
 
@@ -183,8 +183,8 @@ class Checkpoints:
         self._directory, self._steps, self._manager = directory, steps, None
         if hosts.is_first():
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
-            # By default Orbax waits for all processes, but only the first one calls it. These options prevent this
-            # wait; with them, Orbax cannot create the directory.
+            # By default, Orbax waits for all processes, but only the first process calls Orbax. These options prevent
+            # this wait; with them, Orbax cannot create the directory.
             first_process = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2, create=False, multiprocessing_options=first_process

@@ -357,7 +357,7 @@ def open_refiner(
 
 
 class Refining:
-    """Refinement of a queue's draft whenever --refine-every completions have finished.
+    """Refinement of a queue's draft after every --refine-every completions.
 
     Refinement needs log-probabilities. They are removed from the completions if the user did not request them.
     """
