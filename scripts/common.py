@@ -1,4 +1,4 @@
-"""Helpers shared by the scripts: interleaved timing, intervals, the JSON of results, and the origin of each report.
+"""Helpers shared by the scripts: interleaved timing, intervals, results in JSON, and the origin of each report.
 
 Run a script from the root of the checkout, as `python -m scripts.FOLDER.NAME`. Importing this module needs only the
 standard library and the checkout, because checks/processor_seconds.py runs before any package is installed.
@@ -232,7 +232,7 @@ def script_of(checkout: Path, name: str) -> str:
 
 
 class Worker:
-    """A script in a separate process that answers each line with a line of JSON, so that arms share no memory."""
+    """A script that answers each line with a line of JSON. It has its own process, so that arms share no memory."""
 
     def __init__(
         self, arguments: Sequence[str], *, checkout: Path = ROOT, environment: Mapping[str, str] | None = None

@@ -92,7 +92,7 @@ class Steering(NamedTuple):
         return self.tokens(argmax(logits)[..., None], states)[..., 0]
 
     def only_allowed(self, log_q: Array, best: TopKEntries, states: Array | None) -> Array:
-        """Set the log-probabilities of forbidden tokens among a greedy draft's best tokens, f32[B, W, k], to -inf.
+        """Set the log-probabilities f32[B, W, k] of a greedy draft's best tokens to -inf where a token is forbidden.
 
         If all of them are forbidden and the constraint forces a token, `tokens` puts that token first, and its
         log-probability becomes 0.

@@ -73,7 +73,7 @@ def _size(value: object) -> int:
 
 
 def _factor(operand: object) -> int:
-    """Return the factor by which an operand may enlarge a result: an integer's absolute value, any other value's size."""
+    """Return the factor by which an operand may enlarge a result: its absolute value if it is an int, else its size."""
     if not isinstance(operand, int):
         return _size(operand)
     if abs(operand) > _COUNT:
@@ -179,7 +179,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _limited(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a filter so that its operands are checked and its result counts towards the limit."""
-        # Index of the filtered value: 1 if the context precedes it.
+        # Index of the filtered value among the arguments: 1 if the context precedes it, otherwise 0.
         first = int(hasattr(function, "jinja_pass_arg"))
 
         @functools.wraps(function)

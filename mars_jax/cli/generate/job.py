@@ -151,7 +151,7 @@ def open_job(
 
     Args:
       args: the flags.
-      choices: the resolved defaults of the flags.
+      choices: the result of `check_flags`.
       rows: the prompts.
       target: the target of an earlier job with the same flags, to avoid loading it again.
 

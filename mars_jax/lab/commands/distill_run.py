@@ -123,7 +123,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
 
 
 def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTree]:
-    """Load the checkpoint of --from, and return it with its params; without a checkpoint, return (None, ()).
+    """Load the checkpoint that --from names, and return it with its params; return (None, ()) if there is none.
 
     The checkpoint is a model, or for eagle3 the (config, params) of a head.
     """

@@ -41,7 +41,7 @@ def make_summary(
     """Return the contents of summary.json.
 
     Args:
-      settings, environment, problems, rows: the settings, environment, problems and rows of the run.
+      settings, environment, problems, rows: those of the run.
       arms: the arms at each temperature.
     """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
