@@ -147,7 +147,7 @@ def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str
     """Return the differences in score, at equal tau, between `mars` with the ratio margin and with the gap margin.
 
     One difference is at the tau of the ratio's default theta; the other is a mean over the range of tau that both
-    sweeps reach.
+    sweeps cover.
 
     Args:
       ratio, gap: the arms of the two sweeps, each beginning with the strict arm.
