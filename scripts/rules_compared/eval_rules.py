@@ -100,7 +100,7 @@ def margins(draft: str) -> list[Arm]:
 
 
 def edges(draft: str) -> list[Arm]:
-    """Return arms of relaxed rules other than `mars`, based on `exact`; on a tree, three with one setting each."""
+    """Return arms of relaxed rules other than `mars`, based on `exact`; for trees, three with one setting each."""
     options = {"prompts": MANY, "base": "exact"}
     if draft == "tree":
         return [

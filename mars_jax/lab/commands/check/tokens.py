@@ -1,4 +1,4 @@
-"""Comparison of tokens decoded greedily with lossless rules and the target's own choices on this device."""
+"""Comparison of greedy tokens under the lossless rules with the target's own choices on this device."""
 
 from __future__ import annotations
 
