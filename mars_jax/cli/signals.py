@@ -84,8 +84,7 @@ def ending(action: Callable[[], str]) -> Iterator[None]:
 
     Args:
       action: function that saves unfinished work and returns the end of the line that begins with "interrupted" or
-      "terminated". It
-        runs in another thread while the main thread continues.
+        "terminated". It runs in another thread while the main thread continues.
     """
     _state.actions.append(action)
     try:
@@ -96,7 +95,7 @@ def ending(action: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C sets instead of ending the process. A second Ctrl-C ends it."""
+    """Yield an event that the first Ctrl-C sets instead of ending the process; a second Ctrl-C ends it."""
     _state.interrupt_event = threading.Event()
     try:
         yield _state.interrupt_event

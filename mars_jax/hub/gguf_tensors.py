@@ -117,7 +117,7 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
 
 
 def _gguf_name(names: TensorNameMap, name: str) -> str:
-    """Convert a tensor's name on the hub to its name in a GGUF file, after `_split`."""
+    """Convert a tensor's name on the hub to the name of the corresponding tensor that `_split` returns."""
     match = _NAME.fullmatch(_EXPERT.sub("", name).replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias"))
     assert match is not None
     stem, kind = match.groups(default="weight")

@@ -396,7 +396,7 @@ class MarsJax(TemplateLM):
             )
         if not queued_requests:
             return
-        # The rows in a file are in request order, so if there is a file, decode the requests in that order.
+        # A file stores rows in request order, so if there is a file, decode the requests in that order.
         order = longest_first(queued_requests) if self._rows is None else numbers
         queue = self._session.queue(queued_requests, order=order)
         queue.warm_up()

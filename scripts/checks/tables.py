@@ -9,7 +9,7 @@ from scripts.common import RESULTS, load, span
 
 
 def figures() -> dict[str, Any]:
-    """Return the variables of the page."""
+    """Return the variables of the page's template."""
     return {
         "checks": checks(),
         "same_cost": same_cost(),
@@ -120,7 +120,7 @@ def kills() -> dict[str, Any]:
 
 
 def mutants() -> list[dict[str, Any]]:
-    """Return the variables of each mutants_SEED.json, in the order of the seeds."""
+    """Return the template variables for each mutants_SEED.json, in the order of the seeds."""
     return [_draw(load(path.name)) for path in sorted(RESULTS.glob("mutants_*.json"))]
 
 

@@ -11,7 +11,7 @@ VARIANTS = ("no dot merger", "no dot merger, graphs", "no dot merger, no triton"
 
 
 def figures() -> dict[str, Any]:
-    """Return the variables of the page."""
+    """Return the variables of the page's template."""
     return {"kernels": kernels(), "gpu": gpu()}
 
 
