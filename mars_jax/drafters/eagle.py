@@ -132,8 +132,7 @@ class FeatureDrafter(HeadDrafter):
         n = output.hidden.shape[1]
         # The feature of token t is paired with the embedding of token t + 1. Therefore, the last valid entry is at
         # position length - 2, which is paired with the last committed token. The entry at the end of the buffer has no
-        # next
-        # token, but no unfinished row reaches it.
+        # next token, but no unfinished row reaches it.
         next_positions = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         next_tokens = pick(tokens, jnp.minimum(next_positions, tokens.shape[1] - 1))
         return self._absorb(params, state, output, next_tokens, first, length - 2)

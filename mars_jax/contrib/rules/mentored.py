@@ -17,8 +17,7 @@ from mars_jax.verify import Evidence, Retargeted, register
 from mars_jax.verify.ranges import HARMS, nats
 
 # HALVINGS is the number of bisection steps for `a`: 18 steps limit the error in the mass of v to 2**-18. STEPS is the
-# number
-# of Newton steps for `b` in each bisection step.
+# number of Newton steps for `b` in each bisection step.
 HALVINGS, STEPS = 18, 3
 
 
