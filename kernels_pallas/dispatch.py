@@ -146,7 +146,7 @@ def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
 
     Args:
       kernel: a function of arrays, or a `functools.partial` of one with hashable keyword arguments. If the kernel can
-        only be compiled inside `shard_map`, its attribute `trial` is a function to compile instead.
+        only be compiled inside `shard_map`, its attribute `trial` is a function that the trial compiles in its place.
       fallback: a function of the same arrays whose results have the same shapes and dtypes.
       platform: platform of the kernel, as named by `jax.default_backend()`.
     """

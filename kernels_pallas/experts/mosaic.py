@@ -4,9 +4,9 @@ On v5p and v6e, XLA's ragged product first copies all experts into a different l
 these dtypes. The kernels of this module read only the matrices of experts that have rows, in the layout in which they
 are stored. MXFP4 matrices are dequantised exactly, one block at a time.
 
-The kernels process visits. A visit is a pair of a row tile and an expert that has rows in this tile. For each visit, a
-kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox (arXiv
-2211.15841).
+The kernels iterate over visits. A visit is a pair of a row tile and an expert that has rows in this tile. For each
+visit, a kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox
+(arXiv 2211.15841).
 
 Tested against the product of each row with its expert's dequantised matrix (tests/models/test_moe.py).
 

@@ -64,8 +64,8 @@ class DraftTree:
     # sampled. softmax(draft_logits[b, i]) is the true q, which rules compare with the target's p at node i. None if the
     # draft is a deterministic function of the committed tokens.
     draft_logits: Array | None = None
-    # bool[B, N] or None: True for the first nodes of a chain that are accepted without verification by the target,
-    # because a cheaper model has verified them; see `core.trusted`.
+    # bool[B, N] or None: True for the leading nodes of a chain, which need no verification by the target because a
+    # cheaper model has verified them; see `core.trusted`.
     trusted: Array | None = None
     # [B, N, F] or None: the drafter's hidden states from which the children of each node were predicted. Set only if
     # the rule reads them and the drafter has them. Arbitrary at nodes without children.

@@ -164,8 +164,8 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
     last_level, (later_tokens, later_logits) = lax.scan(body, first_level, depths)
     draft_logits = None
     if first_logits is not None and later_logits is not None:
-        # f32[B, N, V]: row i contains the logits that node i + 1 was drawn from. Row 0 belongs to the root, and the
-        # scan's [D - 1, B, V] are the next D - 1 rows. The leaf has no children, so the last row is never read.
+        # f32[B, N, V]: row i contains the logits that node i + 1 was drawn from. Row 0 is the root's, and the outputs
+        # of the scan, [D - 1, B, V], are the next D - 1 rows. The leaf has no children, so the last row is never read.
         draft_logits = jnp.concatenate(
             [first_logits, jnp.moveaxis(later_logits, 0, 1), jnp.zeros_like(first_logits)], axis=1
         )
@@ -210,7 +210,7 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
     drawn_logits = []  # f32[B, W, V] for each level
 
     def children(raw_logits: Array, depth: int, alive: Array, carry: PyTree, states: Array | None) -> Array:
-        """Return i32[B, W * width], the children of the nodes at `depth`; NO_TOKEN if a parent is not alive."""
+        """Return i32[B, W * width], the children of the nodes at `depth`; NO_TOKEN below nodes that are not `alive`."""
         width = shape.branching[depth]
         logits = steering.logits(raw_logits, states)
         alive = alive & ~growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)

@@ -100,7 +100,7 @@ class Int4:
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
         """Return a `Leaf` for each array of a matrix of this shape, in the order of the fields.
 
-        If the inputs are sharded, the groups are divided over the devices. If their number does not divide evenly, the
+        If the inputs are sharded, the groups are divided over the devices. If the groups do not divide evenly, the
         inputs are replicated.
         """
         size = group or group_size(shape[1])

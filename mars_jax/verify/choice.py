@@ -141,7 +141,7 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def not_in(choice: RuleChoice, name: str) -> str:
-    """Return the second part of an error message about a setting that does not apply to a rule: the reason and the fix.
+    """Return the reason and the fix, for an error message about a setting that does not apply to a rule.
 
     >>> not_in(RuleChoice("exact", {}), "tau")
     'the rule exact, which has no settings: leave it out, or verify with simulated'

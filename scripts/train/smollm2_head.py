@@ -89,7 +89,7 @@ def novels(folder: Path) -> Iterator[list[str]]:
 
 
 def openings(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (task, story). The task contains the first sentence of the story."""
+    """Yield (task, story) pairs. Each task is to write a story that begins with the first sentence of this one."""
     for text in data.documents(folder / "tinystories_train.txt.xz"):
         first = text.strip().split(". ")[0]
         if len(first) < 200:
@@ -179,7 +179,7 @@ TEXTS = {worked: 0.3, turns: 0.15, narrated: 0.15, continued: 0.2, written: 0.2}
 
 
 def own_turns(args: argparse.Namespace) -> None:
-    """Let the model generate user turns, which resemble its tuning data (Magpie, arXiv 2406.08464), and write them."""
+    """Write user turns that the model generates, which resemble its tuning data (Magpie, arXiv 2406.08464)."""
     import mars_jax as mj
 
     target = mj.load("smollm2", dtype="bfloat16")
@@ -238,7 +238,7 @@ INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
 
 
 def tau(args: argparse.Namespace) -> None:
-    """Measure tau, including the bonus token, in float32 on instructions that were not used in training."""
+    """Measure tau in float32, counting the bonus token, on instructions that were not used in training."""
     import numpy as np
 
     import mars_jax as mj
