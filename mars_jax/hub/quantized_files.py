@@ -84,7 +84,7 @@ def packing(directory: Path) -> JsonObject | None:
     quantization = _quantization_config(directory)
     if quantization is None:
         return None
-    # Check before returning None for scaled matrices, because those checkpoints can have rotations or sparsity too.
+    # Check before returning None for scaled matrices, because their checkpoints may also use rotations or sparsity.
     _check_forward(directory, quantization)
     if quantization.get("quant_method") not in _READERS:
         return None
@@ -342,7 +342,7 @@ def dequantized_tensors(
 
 
 def _block_size(directory: Path) -> object:
-    """Return [outputs, inputs] of a block from the config; None if the config has no block size."""
+    """Return the size [outputs, inputs] of a block from the config; None if the config does not state one."""
     quantization = _quantization_config(directory) or {}
     if size := quantization.get("weight_block_size"):
         return size

@@ -88,7 +88,7 @@ class SelfDraft(ShapedDrafter):
     ) -> PyTree:
         """Copy the rows visible at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
-        # In the slots of the sinks, the position equals the slot. In those of the window, it is higher by `skipped`.
+        # A sink's position equals its slot. In the slots of the window, the position exceeds the slot by `skipped`.
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
         position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])
         read = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
