@@ -10,7 +10,7 @@ for each output and group of inputs:
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
 In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act`, the inputs of a group are not adjacent. Such a
-matrix is dequantised, and is rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
+matrix is dequantised, and is rounded again only if dtype "int4" is requested. Sources: casper-hansen/AutoAWQ
 `packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Tested against
 matrices packed by these packages (tests/hub/packed_by_others.npz).
 

@@ -4,10 +4,10 @@
 
 Weights are random and acceptance is simulated, as in `mars-jax check`. For each program, the report also lists the
 copies, fusions and concatenations in the body of the decode loop. Each section of the report covers one group of
-programs, compiled as one variant. Each section runs in a child process with a time limit, so a compiler that hangs or
-crashes costs only one section. The report is written after every measurement. To resume an
-unfinished report, run the same command again. Finished sections are skipped, and so are variants with options that this
-version of XLA does not have.
+programs, compiled as one of `VARIANTS`. Each section runs in a child process with a time limit, so a compiler that
+hangs or crashes costs only one section. The report is written after every measurement. To resume an unfinished report,
+run the same command again. Finished sections are skipped, and so are variants with options that this version of XLA
+does not have.
 
 This command runs everything on a CPU, in one process:
 
