@@ -100,7 +100,7 @@ def dense_by_expert_mxfp4(
 ) -> Array:
     """Compute `xla.dense_by_expert_mxfp4` with a TPU kernel.
 
-    XLA copies the scales of all experts, which are 1/17 of the bytes, to another layout.
+    XLA copies the scales of all experts, which make up 1/17 of the matrices' bytes, to another layout.
     """
     # Byte j contains inputs 2j and 2j + 1. Reorder the inputs of x so that the even ones come first.
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)

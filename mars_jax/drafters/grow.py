@@ -292,8 +292,8 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     """Grow a tree whose shape follows the drafter's confidence.
 
     In a sampled tree, whether a candidate is kept must not depend on its token; otherwise, the kept tokens would not be
-    samples from q. So a candidate's rank does not depend on its own token. The ranks of its descendants and later
-    siblings do depend on that token, but they are never higher than its own.
+    samples from q. Therefore, a candidate's rank does not depend on its own token. The ranks of its descendants and
+    later siblings do depend on that token, but they are never higher than its own.
     """
     growth, k, batch = steering.growth, shape.top_k, root.shape[0]
 

@@ -230,7 +230,10 @@ def listed(names: list[str]) -> str:
 
 
 def _alias(name: str) -> str:
-    """Return a tensor's canonical name. Some exports omit the prefix `model.`; others add one for the text model."""
+    """Return a tensor's canonical name.
+
+    Some exports omit the prefix `model.`, and others add a prefix for the text model.
+    """
     name = _TEXT.sub("", name)
     if name.startswith(("model.", "lm_head.", "mtp.")):
         return name

@@ -1,4 +1,4 @@
-"""The name and settings of a rule that a user has chosen with flags, in a file or in a benchmark arm.
+"""The name and settings of a rule that a user has chosen by flags, in a file or in a benchmark arm.
 
 Call `verify.load(choice.spec, target, **choice.settings)` to build the rule of a `RuleChoice`.
 """

@@ -13,11 +13,11 @@ functions. This script therefore imports jax and forks for each mutant. In the f
 instead of the module's file. The checkout stays unchanged.
 
 Mutants are drawn with a seed, in equal numbers from each of five packages of mars_jax. Within a package, the draw
-cycles through the operators, because most possible mutants drop an argument, which any test would catch. Docstrings,
-annotations, error messages and code for type checkers are not changed. For each mutant, the script runs the fast tests
-of the changed file's package, those of the packages that import the file, and those in tests/matrix, until a test fails
-or the budget of processor seconds is spent. A survivor counts as a gap in the tests until it is explained. Only the
-first pass of a seed measures how good the tests are, because tests for its survivors are added afterwards.
+cycles through the operators, because otherwise most mutants would only drop an argument, which any test would catch.
+Docstrings, annotations, error messages and code for type checkers are not changed. For each mutant, the script runs the
+fast tests of the changed file's package, those of the packages that import the file, and those in tests/matrix, until a
+test fails or the budget of processor seconds is spent. A survivor counts as a gap in the tests until it is explained.
+Only the first pass of a seed measures how good the tests are, because tests for its survivors are added afterwards.
 
 Writes scripts/results/mutants_SEED.json after each mutant.
 """

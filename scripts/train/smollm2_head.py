@@ -13,8 +13,8 @@
         --output heads/smollm2
 
 `texts` writes conversations whose answers come from data sets. The target only reads these answers, which takes a fifth
-of the time that generating them would take. These commands trained the first head. The shipped head was then trained on
-the target's own answers, starting from the first head:
+of the time needed to generate them. These commands trained the first head. The shipped head was then trained on the
+target's own answers, starting from the first head:
 
     python -m scripts.train.smollm2_head sources --data SHARED/data --count 9000 --output prompts/sources.txt
     # 5336526:scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
@@ -24,7 +24,7 @@ the target's own answers, starting from the first head:
         --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
     python -m scripts.train.smollm2_head tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
 
-If a command is killed, run it again with the same arguments to continue. The heads were not trained on prompts from
+If a command is killed, rerun it with the same arguments to resume. The heads were not trained on prompts from
 evaluations: none of the training data comes from MT-Bench, Vicuna-bench, Alpaca, GSM8K's test set, HumanEval, CNN/DM or
 WMT.
 """
