@@ -147,7 +147,7 @@ def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
     Args:
       kernel: a function of arrays, or a `functools.partial` of one with hashable keyword arguments. If the kernel can
         only be compiled inside `shard_map`, its attribute `trial` is a function that the trial compiles in its place.
-      fallback: a function of the same arrays whose results have the same shapes and dtypes.
+      fallback: a function that takes the same arrays, and whose results have the same shapes and dtypes.
       platform: platform of the kernel, as named by `jax.default_backend()`.
     """
     if kernel is fallback or not switched_on():
@@ -221,7 +221,7 @@ def _failure(
 
 
 # A primitive is necessary because only a lowering rule can find out whether XLA partitions the program. Its parameters
-# are the two implementations, as functions of the flattened operands that return lists of arrays.
+# are the two implementations, as functions that take the flattened operands and return lists of arrays.
 _choice_p = Primitive("whole_or_partitioned")
 _choice_p.multiple_results = True
 

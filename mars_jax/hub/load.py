@@ -263,7 +263,8 @@ def check_tensors(
       directory: for error messages.
       grouped: the tensors, from `collect`.
       table: the expected weights.
-      harmless: function of a tensor's name that returns whether to ignore the tensor if the table does not list it.
+      harmless: function that takes a tensor's name, and returns whether to ignore the tensor if the table does not list
+      it.
 
     Raises:
       MarsError: tensors are missing, unexpected or duplicated, or have the wrong shape. The message lists them.

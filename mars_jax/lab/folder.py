@@ -95,7 +95,7 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     # `lstat` fails, for example, if the name is too long.
     with _writing(path, flag), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
-    # Find the nearest existing parent, in which the new file or folder would be created.
+    # Find the path itself, or the nearest existing parent, in which a new file or folder would be created.
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{existing}', which is a file: choose another path.")

@@ -44,8 +44,7 @@ class Leaf(NamedTuple):
 
 @struct.dataclass
 class Int8:
-    """A matrix [..., out, in], or an embedding table [rows, width], stored at 8 bits per number, with one scale per
-    output or row."""
+    """A matrix [..., out, in] or embedding table [rows, width], stored at 8 bits, with one scale per output or row."""
 
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
@@ -74,11 +73,10 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] stored at 4 bits per weight, in groups of G inputs. The class also represents GGUF's Q4_0,
-    Q4_1 and Q4_K.
+    """A matrix [out, in] stored at 4 bits per weight, in groups of G inputs.
 
-    The input dimensions come first, because a TPU multiplies matrices in this layout. If the outputs came first, the
-    TPU would rearrange the weights in every step.
+    The class also represents GGUF's Q4_0, Q4_1 and Q4_K. The input dimensions come first, because a TPU multiplies
+    matrices in this layout. If the outputs came first, the TPU would rearrange the weights in every step.
     """
 
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and computes with it slowly
