@@ -241,7 +241,7 @@ def attend(
 ) -> Array:
     """Compute grouped-query attention.
 
-    The cost is proportional to `live`, rounded up to whole blocks, instead of the length of the cache.
+    The cost is proportional to `live`, rounded up to whole blocks, and not to the length of the cache.
 
     Args:
       q: [B, N, K, G, D].

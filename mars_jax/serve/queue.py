@@ -118,7 +118,10 @@ class Queue:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion as it ends. If not `early`, those of the last rows wait until all rows have ended."""
+        """Yield each completion as it ends.
+
+        Unless `early` is set, the completions of the last rows are held back until all rows have ended.
+        """
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:

@@ -78,7 +78,7 @@ def novels(path: Path, *, limit: int, size: int = 3000) -> Iterator[str]:
 
 
 def dialogues(path: Path) -> Iterator[str]:
-    """Yield dialogues with a separator before each user turn, as in the chat template, so that it ends each answer."""
+    """Yield dialogues. As in the chat template, a separator before each user turn ends the preceding answer."""
     for text in data.documents(path):
         yield text.strip().replace("\nUser:", data.SEPARATOR + "User:")
 

@@ -145,7 +145,7 @@ def drafted_ahead(
     segments: Array,
     steps: int,
 ) -> Iterator[tuple[Array, Array]]:
-    """Yield the drafts of an EAGLE-3 head from every position at once, one to `steps` tokens ahead; see `eagle3`.
+    """Yield an EAGLE-3 head's logits for `steps` steps of drafting from every position at once; see `eagle3`.
 
     Args:
       config, target, both: the head, its target, and the weights of both.

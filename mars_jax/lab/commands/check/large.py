@@ -169,7 +169,7 @@ def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> Json
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the number of bytes that `context` tokens occupy in the caches (arrays with more than `context` slots)."""
+    """Return the bytes that `context` tokens occupy in the caches: all arrays with more than `context` slots."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
