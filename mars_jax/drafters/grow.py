@@ -300,7 +300,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     def children(
         raw_logits: Array, rank: Array, path: Array, depth: Array | int, carry: PyTree, states: Array | None
     ) -> tuple[_Children, Array | None]:
-        """Return the children of W nodes, given their rank and path f32[B, W], and the logits of the children."""
+        """Return the children of W nodes with this rank and path, f32[B, W], and the logits they were drawn from."""
         logits = steering.logits(raw_logits, states)
         is_end = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         path = jnp.where(is_end, -jnp.inf, path)[..., None]
