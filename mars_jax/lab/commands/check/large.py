@@ -260,8 +260,8 @@ def product_rate(side: int) -> float:
 def drawn(shapes: PyTree) -> PyTree:
     """Return arrays of these shapes: random floats on the scale of weights, and random bits for 4- and 8-bit integers.
 
-    Float vectors are ones, since they are the scales of norms. i32 vectors are consecutive ids, and other i32 arrays
-    are zeros.
+    Float vectors are filled with ones, because they are scales of norms. i32 vectors contain consecutive ids, and other
+    i32 arrays contain zeros.
     """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_drawn(x.shape, jnp.dtype(x.dtype), i) for i, x in enumerate(leaves)])
