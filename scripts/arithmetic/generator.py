@@ -145,7 +145,7 @@ def _equation(rng: Random) -> str:
 
 
 def _key(steps: list[_Step]) -> str:
-    """Return the kinds of steps and the numbers of a problem, such as `gain 5/lose 3/12`."""
+    """Return a string of the kinds of steps and the numbers of a problem, such as `gain 5/lose 3/12`."""
     return "/".join([*(f"{step.kind.name} {step.right}" for step in steps), str(steps[0].left)])
 
 
