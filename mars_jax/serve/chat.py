@@ -272,6 +272,6 @@ class Chat:
         return text
 
     def clear(self) -> None:
-        """Start a new conversation. A prefix that the new conversation shares with the old one is not prefilled again."""
+        """Start a new conversation. A prefix shared with the old conversation is not prefilled again."""
         self._close()
         self.messages = []
