@@ -146,8 +146,8 @@ def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
 
     Args:
       kernel: a function of arrays, or a `functools.partial` of one with hashable keyword arguments. If the kernel can
-        only be compiled inside `shard_map`, its attribute `trial` is a function to compile instead.
-      fallback: a function of the same arrays whose results have the same shapes and dtypes.
+        only be compiled inside `shard_map`, its attribute `trial` is a function that the trial compiles in its place.
+      fallback: a function that takes the same arrays, and whose results have the same shapes and dtypes.
       platform: platform of the kernel, as named by `jax.default_backend()`.
     """
     if kernel is fallback or not switched_on():
@@ -221,7 +221,7 @@ def _failure(
 
 
 # A primitive is necessary because only a lowering rule can find out whether XLA partitions the program. Its parameters
-# are the two implementations, as functions of the flattened operands that return lists of arrays.
+# are the two implementations, as functions that take the flattened operands and return lists of arrays.
 _choice_p = Primitive("whole_or_partitioned")
 _choice_p.multiple_results = True
 
@@ -274,7 +274,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, par
     if is_partitioned(ctx):
         form = partitioned
     elif jax.sharding.get_abstract_mesh().manual_axes:
-        # With check_vma, `shard_map` requires a kernel to declare the axes that each result varies over.
+        # If check_vma is True, `shard_map` requires a kernel to declare the axes over which each result varies.
         # `_abstract_eval` has already declared them. Wrap the kernel in a `shard_map` that maps no axis, without this
         # check.
         form = jax.shard_map(unpartitioned, in_specs=P(), out_specs=P(), check_vma=False)
@@ -288,9 +288,9 @@ def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
 
     This function uses a private attribute of JAX, because there is no public way to get the number of devices in a
     lowering rule. JAX's own rule for Mosaic calls reads the same attribute, `ctx.module_context.axis_context`
-    (`jax/_src/tpu_custom_call.py`, in jax 0.10 to 0.12). If a later version changes this attribute, all programs are
-    treated as partitioned, because that implementation is always correct, just slower;
-    tests/kernels/test_whole.py then fails.
+    (`jax/_src/tpu_custom_call.py`, in jax 0.10 to 0.12). If a later version changes this attribute,
+    tests/kernels/test_whole.py fails, and all programs are treated as partitioned, because that implementation is
+    always correct, only slower.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):

@@ -1,4 +1,4 @@
-"""Helpers shared by the scripts: interleaved timing, intervals, the JSON of results, and the origin of each report.
+"""Helpers shared by the scripts: interleaved timing, intervals, results in JSON, and the origin of each report.
 
 Run a script from the root of the checkout, as `python -m scripts.FOLDER.NAME`. Importing this module needs only the
 standard library and the checkout, because checks/processor_seconds.py runs before any package is installed.
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose description is a module's docstring, with its line breaks."""
+    """Return a parser that shows a module's docstring as its description, with the line breaks preserved."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -55,8 +55,8 @@ def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1
 
     Args:
       arms: the functions, keyed by name. Each measured time includes waiting for the function's JAX results.
-      turns: number of turns that are timed.
-      warm: number of earlier turns, which compile the programs and are not timed.
+      turns: number of turns whose times are returned.
+      warm: number of turns that run first, to compile the programs, and are left out of the result.
     """
     import jax
     import numpy as np
@@ -116,14 +116,15 @@ def earlier_report(path: Path | None) -> dict[str, Any]:
 
 
 def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
-    """Return the origin of a report: `lab.provenance.provenance`, and digests of the script, its data and its weights.
+    """Return the origin of a report: that of `lab.provenance.provenance`, with digests of script, data and weights.
 
     If the command runs a script of this checkout, `script` maps its path to a digest, so that later changes to the
     script can be detected.
 
     Args:
-      packages: names of packages whose versions are recorded. The version is None for packages that are not installed.
-      data: files or folders that were read, and whose digests are recorded.
+      packages: names of the packages whose versions are recorded. The version is None for packages that are not
+        installed.
+      data: files or folders that the run read; their digests are recorded.
       weights: params whose digests are recorded, keyed by name.
     """
     report = run_provenance.provenance() | {name: run_provenance.version(name) for name in packages}
@@ -179,7 +180,7 @@ def span(mean: float, low: float, high: float, show: str = "{:.2f}") -> str:
 
 
 def measured(name: str) -> str:
-    """Return a sentence that states the date and the commit of the report in a JSON file."""
+    """Return a sentence that states the date and the commit of a report, given the name of its JSON file."""
     return sentence(origin(load(name)))
 
 
@@ -216,7 +217,7 @@ def _origins(report: Any) -> Iterator[Origin]:
 
 
 def sentence(source: Origin) -> str:
-    """Return a sentence that states when and at which commit a report was measured or committed."""
+    """Return a sentence that states the date and the commit of a report's measurement or of its addition."""
     if source.committed is None:
         changed = " with uncommitted changes" if source.dirty else ""
         return f"Measured on {str(source.date)[:10]} at {source.commit}{changed}, {source.machine}."
@@ -231,12 +232,12 @@ def script_of(checkout: Path, name: str) -> str:
 
 
 class Worker:
-    """A script in a separate process that answers each line with a line of JSON, so that arms share no memory."""
+    """A script that answers each line with a line of JSON. It has its own process, so that arms share no memory."""
 
     def __init__(
         self, arguments: Sequence[str], *, checkout: Path = ROOT, environment: Mapping[str, str] | None = None
     ):
-        """Start a script that imports mars_jax from `checkout`; `arguments` are its path and its own arguments."""
+        """Start a script that imports mars_jax from `checkout`; `arguments` are the script's path and arguments."""
         self._name = shlex.join(arguments)
         self._process = subprocess.Popen(
             [sys.executable, *arguments], cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -4,9 +4,9 @@ On v5p and v6e, XLA's ragged product first copies all experts into a different l
 these dtypes. The kernels of this module read only the matrices of experts that have rows, in the layout in which they
 are stored. MXFP4 matrices are dequantised exactly, one block at a time.
 
-The kernels process visits. A visit is a pair of a row tile and an expert that has rows in this tile. For each visit, a
-kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox (arXiv
-2211.15841).
+The kernels iterate over visits. A visit is a pair of a row tile and an expert that has rows in this tile. For each
+visit, a kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox
+(arXiv 2211.15841).
 
 Tested against the product of each row with its expert's dequantised matrix (tests/models/test_moe.py).
 
@@ -100,7 +100,7 @@ def dense_by_expert_mxfp4(
 ) -> Array:
     """Compute `xla.dense_by_expert_mxfp4` with a TPU kernel.
 
-    XLA copies the scales of all experts, which are 1/17 of the bytes, to another layout.
+    XLA copies the scales of all experts, which make up 1/17 of the matrices' bytes, to another layout.
     """
     # Byte j contains inputs 2j and 2j + 1. Reorder the inputs of x so that the even ones come first.
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)

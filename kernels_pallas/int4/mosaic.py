@@ -12,8 +12,8 @@ The scales multiply the results of each group, so that the weights need no round
 the 24. A chunk is 128 inputs, the depth of a matrix unit. If a chunk has several groups, each row of x is split into
 one row per group, with 0 in the other groups. The kernel stores the scales of a chunk as 8 rows, which line up with 8
 rows of results. At the end, it adds up the results of rows that come from the same row of x. If the split results in
-too many rows, as for a draft tree, the weights are scaled before the product instead, and rounded to bfloat16, like the
-weights of a dequantised model.
+too many rows, as it does for a draft tree, the weights are instead scaled before the product and rounded to bfloat16,
+as in a dequantised model.
 
 Tested against the product with the dequantised matrix (tests/kernels/test_int4.py).
 
@@ -48,7 +48,7 @@ BIAS = 24
 
 
 def block_sizes(inputs: int, outputs: int, groups: int, *, in_bfloat16: bool) -> tuple[int, int]:
-    """Return the number of inputs and outputs per block.
+    """Return the numbers of inputs and outputs per block.
 
     Args:
       inputs, outputs: shape of the matrix.

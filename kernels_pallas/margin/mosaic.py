@@ -168,7 +168,8 @@ def _pass(
             *(jax.ShapeDtypeStruct((plan.trees, width), jnp.int32) for width in widths),
         ],
         scratch_shapes=[pltpu.VMEM((*lead, LANES), dtype) for dtype in dtypes(logsumexp=plan.logsumexp)],
-        # On chips with two cores, the cores share the rows. One core processes the blocks of the vocabulary in order.
+        # On chips with two cores, the rows are divided between the cores. For each block of rows, one core processes
+        # all blocks of the vocabulary in order.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         # Each logit takes about 8 operations, and one exponential if the logsumexp is computed.
         cost_estimate=pl.CostEstimate(
@@ -252,7 +253,7 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
     if vocab % tokens == 0:
         fold_block(partial=False)
     else:
-        # Only compare ids with V in the last block, to save instructions in all other blocks.
+        # Compare ids with V only in the last block, to save instructions in all other blocks.
         pl.when(block < last)(lambda: fold_block(partial=False))
         pl.when(block == last)(lambda: fold_block(partial=True))
 
@@ -380,7 +381,7 @@ def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
 
 
 def _in_lanes(columns: list[Array], shape: tuple[int, int]) -> Array:
-    """Write column k, i32[rows, 1], to lane k of an array i32[rows, lanes]. The remaining lanes are 0."""
+    """Return an array i32[rows, lanes] whose lane k is column k, i32[rows, 1]. The remaining lanes are 0."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     packed = jnp.zeros(shape, jnp.int32)
     for k, column in enumerate(columns):

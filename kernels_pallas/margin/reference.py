@@ -17,7 +17,7 @@ from kernels_pallas.margin.rule import MARGINS, NO_ID, Acceptance, AcceptControl
 
 
 class _Position(NamedTuple):
-    """State of the walk of one row."""
+    """State of the tree walk in one row."""
 
     node: Array  # i32[]; current node
     run: Array  # i32[]; number of relaxed edges since the last exact edge
@@ -31,7 +31,7 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     2
     """
     z = logits.astype(jnp.float32)
-    # top_k ranks 0 above -0, but these logits are equal, and the smaller id must come first. So replace -0 by 0.
+    # top_k ranks 0 above -0, but these logits are equal, and the smaller id must come first. So replace -0 with 0.
     z = jnp.where(z == 0, 0.0, z)
     log_sum_exp = jax.nn.logsumexp(z, axis=-1) if logsumexp else None
     if z.shape[-1] == 1:

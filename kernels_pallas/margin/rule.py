@@ -146,7 +146,7 @@ def ratio(z1: Array, z2: Array, theta: Array) -> Array:
     """Return whether `z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1).
 
     For z1 <= 0, the ratio is meaningless, and the result is False. The ratio changes if a constant is added to all
-    logits: a theta of 0.9, for example, allows all p2 / p1 above exp(-0.1 z1).
+    logits: a theta of 0.9, for example, accepts any p2 / p1 above exp(-0.1 z1).
 
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]

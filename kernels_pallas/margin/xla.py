@@ -34,9 +34,9 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     largest maximum, and the second largest entry is in the same block or in the block with the second largest maximum.
     Only these two blocks are searched. On a CPU, `lax.top_k` compares one entry at a time, and `argmax` is even slower.
 
-    If the logsumexp is requested, a CPU processes only a few rows at a time, because XLA's CPU backend writes all
-    exponentials to memory before it adds them up. The exponentials of a few rows stay in the processor's cache, and so
-    do the logits between the two passes.
+    On a CPU, if the logsumexp is requested, only a few rows are processed at a time, because XLA's CPU backend writes
+    all exponentials to memory before it adds them up. The exponentials of a few rows stay in the processor's cache, and
+    so do the logits between the two passes.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if logsumexp:

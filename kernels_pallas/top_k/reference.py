@@ -1,6 +1,6 @@
 """Reference implementation of `top_k` with `jax.lax.top_k`, and the packed format of its result for an all-gather.
 
-`jax.lax.top_k` is a full sort on a TPU, which compiles slowly, and a scalar loop on a CPU.
+On a TPU, `jax.lax.top_k` is a full sort, which compiles slowly; on a CPU, it is a scalar loop.
 
 Tested against direct calls to `jax.lax.top_k` and `jax.nn.logsumexp` (tests/kernels/test_top_k.py).
 """

@@ -11,7 +11,7 @@ BLOCK_BYTES = 4 * 2**20
 
 
 def fits_in_vmem(vocab: int, k: int) -> bool:
-    """Return whether a block of rows of `vocab` tokens fits in VMEM, and k entries fit in the lanes of a register.
+    """Return whether a block of rows with `vocab` logits each fits in VMEM, and k entries in the lanes of a register.
 
     >>> fits_in_vmem(32000, 10), fits_in_vmem(262144, 10)
     (True, False)

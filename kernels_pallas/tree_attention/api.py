@@ -46,7 +46,7 @@ def tree_attention(
 
     Every query attends to all slots before `first`. The R slots from `first` on are called the region. Query i attends
     to row r of the region if `seen[b, i, r]` is True. The TPU kernel reads each batch row in blocks, from the start of
-    the window, if there is one, to the end of the region. The cost of a batch row therefore only depends on its own
+    the window, if there is one, to the end of the region. The cost of a batch row therefore depends only on its own
     length.
 
     Args:
@@ -111,7 +111,7 @@ def write_and_attend(
     """Write new keys and values to the cache, and then compute `tree_attention`. Donated caches are updated in place.
 
     The kernel writes the rows itself, which saves a separate scatter. There is one exception: in a cache with a single
-    head and a dtype of less than 32 bits, neighbouring slots share 32-bit words. DMA can only copy whole words, so XLA
+    head and a dtype of less than 32 bits, neighbouring slots share 32-bit words. DMA can copy only whole words, so XLA
     scatters the rows before the kernel runs.
 
     Args:

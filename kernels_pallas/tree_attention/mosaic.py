@@ -79,8 +79,8 @@ def tree_attention(
     # Get the rows of the region that each query attends to, and the last position that its window hides.
     visible_rows, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
-    # Divide a batch of even size into two halves, one for each core of chips with two cores. Other chips process the
-    # halves one after the other.
+    # Divide a batch of even size into two halves. On a chip with two cores, each core processes one half; other chips
+    # process the halves one after the other.
     cores = math.gcd(batch, 2)
     shape = Shape(
         slots=k.shape[1],
@@ -366,7 +366,7 @@ class _Core(NamedTuple):
                     yield pltpu.make_async_copy(rows, target.at[buffer, part], semaphore)
 
     def begin(self) -> None:
-        """Start writing all new rows of this core, and copying its first blocks."""
+        """Start to write all new rows of this core and to copy its first blocks."""
         # On a chip with one core, the second half of the batch uses the same state as the first half, so reset it.
         for i in range(5):
             self.state[i] = 0
@@ -487,7 +487,7 @@ def _attend_block(q: Ref, folded: _Folded, core: _Core, buffer: Array, mask: Arr
         scores = lax.dot_general(
             q[0, 0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-        # f32[M, slots]; without a cap, the scale includes the factor log2(e). With a cap, the factor follows the tanh.
+        # f32[M, slots]; without a cap, the scale includes the factor log2(e). With a cap, it is applied after the tanh.
         scores = scores * (scale if cap is not None else scale * LOG2_E)
         if len(buffers) > 2:
             # Multiply by the scales of the keys. There is one scale per slot, which is a lane of the scores.

@@ -92,7 +92,7 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidd
       inside, last_hidden: results of `region`.
     """
     slot_ids = jnp.arange(slots, dtype=jnp.int32)
-    # i32[B, S]; row of the region in each slot, negative before the region.
+    # i32[B, S]; the row of the region that is in each slot; negative for slots before the region.
     slot_row = slot_ids[None] - first[:, None]
     if inside is None:
         # Query i is row i of the region, and attends to the slots up to `first + i`.

@@ -19,7 +19,7 @@ class AttentionBlocks(NamedTuple):
 
     slots: int  # number of cache slots per block
     queries: int  # number of queries of one batch row per block
-    buffers: int = 4  # number of blocks of slots in VMEM at a time, including those that are being copied
+    buffers: int = 4  # number of slot blocks in VMEM at a time, including those being copied
 
 
 ATTENTION_BYTES = 2**19

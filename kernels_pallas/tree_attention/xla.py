@@ -47,7 +47,7 @@ def tree_attention(operands: Operands) -> Array:
     weight_sum = jnp.sum(weights, axis=-1)
     if sinks is not None:
         weight_sum += jnp.exp(sinks - top_score)[..., 0]
-    # Apply the scales of the values after the sum of the weights, because they are not part of the softmax.
+    # Apply the scales of the values only after summing the weights: the softmax denominator must not include them.
     if operands.v_scale is not None:
         weights = weights * per_slot(operands.v_scale)
     weighted_values = jnp.einsum(

@@ -254,12 +254,12 @@ class Present:
         """Raise MarsError for the first of these names that is set. Ignoring it silently would give wrong results.
 
         Args:
-          names: names of flags, and of keys without dashes.
+          names: flags, which begin with "--", and keys of the prompts file.
           why: the reason and the fix, which follow "does not apply" in the message.
         """
         for name in names:
             sentence = f"{name} does not apply {why}."
-            # A name with dashes is a flag. Any other name is a key in the rows of the prompts file.
+            # A name that begins with dashes is a flag. Any other name is a key in the rows of the prompts file.
             if name.startswith("--"):
                 if name in self._flags:
                     raise MarsError(sentence)

@@ -1,4 +1,4 @@
-"""`mars-jax models`: list the models that have a short name, their locations and their drafts."""
+"""`mars-jax models`: list the models that have short names, with their locations and drafts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_columns(rows: Sequence[Sequence[object]], out: IO[str]) -> None:
-    """Print rows of cells, beginning with the header, in columns of minimum width."""
+    """Print rows of cells, of which the first is the header, in columns that are as narrow as possible."""
     text_rows = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*text_rows, strict=True)]
     for row in text_rows:

@@ -1,4 +1,4 @@
-"""Functions that open the target, the drafter and the mesh that flags select, and join the processes of a run."""
+"""Functions that open the target, drafter and mesh selected by the flags, and join the processes of a run."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         for group in self._action_groups:
-            # Copy the actions, since --help-all prints their full texts.
+            # Shorten copies of the actions, since --help-all prints the full texts.
             actions = [copy.copy(action) for action in group._group_actions if action.dest in self._short]
             for action in actions:
                 action.help = (action.help or "").partition("; ")[0]
@@ -239,7 +239,7 @@ def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence
 
 
 def _check_switch() -> None:
-    """Check MARS_JAX_PALLAS early: `kernels_pallas.dispatch.switched_on` only checks it after loading the weights."""
+    """Check MARS_JAX_PALLAS early: `kernels_pallas.dispatch.switched_on` checks it only once weights are loaded."""
     switch = os.environ.get("MARS_JAX_PALLAS") or "1"
     if switch not in ("0", "1"):
         raise MarsError(f"MARS_JAX_PALLAS is {switch!r}: expected 0, which turns Pallas kernels off, or 1.")

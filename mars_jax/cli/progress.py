@@ -109,7 +109,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
 
 
 def announce(runs: str, seconds: float) -> None:
-    """Print to stderr an estimate of how long some runs will take.
+    """Print the estimated duration of `runs` to stderr.
 
     >>> announce("15 runs of 12 prompts", 250.4)  # on stderr
     """

@@ -33,7 +33,7 @@ def quiet() -> None:
 
 
 def quiet_duplicates() -> None:
-    """Hide errors that libraries log in addition to raising them. Only the process's entry points call this."""
+    """Hide errors that libraries log in addition to raising them. Only entry points of a process call this."""
     # Orbax and its threads log the traceback of an error that they also raise.
     for name in ("absl", "concurrent.futures"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -48,7 +48,7 @@ def quiet_duplicates() -> None:
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:
-    """Return whether this machine may have a TPU. If so, libtpu must look for its host, even if it prints messages.
+    """Return whether this machine may have a TPU. If so, libtpu must look for its host, although it prints messages.
 
     Args:
       root: root of the file system, for tests.

@@ -83,8 +83,8 @@ def ending(action: Callable[[], str]) -> Iterator[None]:
     """Call `action` if a signal that ends the process arrives inside the block.
 
     Args:
-      action: saves unfinished work and returns the end of the line that begins with "interrupted" or "terminated". It
-        runs in another thread while the main thread continues.
+      action: function that saves unfinished work and returns the end of the line that begins with "interrupted" or
+        "terminated". It runs in another thread while the main thread continues.
     """
     _state.actions.append(action)
     try:
@@ -95,7 +95,7 @@ def ending(action: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C sets instead of ending the process. A second Ctrl-C ends it."""
+    """Yield an event that the first Ctrl-C sets instead of ending the process; a second Ctrl-C ends it."""
     _state.interrupt_event = threading.Event()
     try:
         yield _state.interrupt_event
@@ -160,7 +160,7 @@ def _end(number: signal.Signals) -> None:
 def _print(text: str) -> None:
     """Restore the terminal and write the last line to file descriptor 2: the main thread may hold stderr's lock."""
     with contextlib.suppress(OSError, termios.error):
-        # The kernel would stop a background process that changes the terminal's settings.
+        # The operating system would stop a background process that changes the terminal's settings.
         if _state.terminal is not None and os.tcgetpgrp(0) == os.getpgrp():
             termios.tcsetattr(0, termios.TCSADRAIN, _state.terminal)
     with contextlib.suppress(OSError):

@@ -2,7 +2,7 @@
 
 A constraint does not depend on a model. For a given vocabulary, `compiled` compiles constraints to tables, which the
 decoding step reads on the device; see `core.guide`. The module `spans` defines the parts of a completion in which a
-lossy rule may relax.
+lossy rule may relax verification.
 
 >>> from mars_jax import constraints
 >>> constraints.regex(r"-?[0-9]+").automaton.matches("-12")

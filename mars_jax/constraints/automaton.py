@@ -211,7 +211,7 @@ def _subsets(
         return frozenset(s for s in reached_states if class_steps[s] or s == last)
 
     start_set = closed(frozenset([first]))
-    # If a constraint matches nothing, its initial set is empty, which is the state DEAD.
+    # The empty set is the state DEAD. It is also the initial set of a constraint that matches nothing.
     set_ids = {start_set: FIRST, frozenset(): DEAD}
     state_of: dict[frozenset[int], int] = {}  # maps a set to the state number of its closure
     todo = [start_set]

@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 
         Args:
           keys: for each row, a constraint or another key of `starts`, or None for no constraint.
-          states: for each row, a state of its own table, in which the row begins. Default: the table's initial state.
+          states: the state in which each row begins, numbered as in the row's own table. Default: its initial state.
         """
         start_states, row_groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
         for row, key in enumerate(keys):

@@ -160,7 +160,7 @@ def json_schema(
 def _written(schema: object) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
-    # The object is not JSON, or it contains a number that JSON cannot represent, such as NaN.
+    # JSON cannot represent the object or a number in it, such as NaN.
     except (TypeError, ValueError) as error:
         raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
     except RecursionError:

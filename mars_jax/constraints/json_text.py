@@ -39,7 +39,7 @@ FORMATS = {
 
 
 def string(least: int = 0, most: int | None = None) -> Node:
-    """Return the node for a JSON string of `least` to `most` characters; None sets no maximum."""
+    """Return the node for a JSON string of `least` to `most` characters, without a maximum if `most` is None."""
     return sequence(text('"'), Repeat(_CHARACTER, least, most), text('"'))
 
 
@@ -64,7 +64,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """Return the node for the integers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` has."""
+    """Return the node for the integers from `low` >= 0 to `high`; None: at most 18 digits, or as many as `low` has."""
     if high is None:
         high = 10 ** max(18, len(str(low))) - 1
     alternatives: list[Node] = []
@@ -102,7 +102,7 @@ _ESCAPED |= {code: text(f"\\{letter}") for code, letter in _SHORT.items()}
 
 
 def in_string(node: Node) -> Node:
-    """Return the node for the matches of a pattern inside a JSON string, escaped as in `json.dumps`."""
+    """Return the node for a pattern's matches as they appear in a JSON string, escaped as by `json.dumps`."""
     if isinstance(node, Chars):
         return _char_in_string(node.ranges)
     if isinstance(node, Repeat):

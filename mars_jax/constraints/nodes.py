@@ -76,7 +76,7 @@ def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
     ((97, 99), (120, 122))
     """
     first_surrogate, last_surrogate = _SURROGATES
-    # Take the parts of each range below and above the surrogates. Empty parts are dropped below.
+    # Split each range into the parts below and above the surrogates. The next step drops empty parts.
     parts = [(low, min(high, first_surrogate - 1)) for low, high in parts] + [
         (max(low, last_surrogate + 1), high) for low, high in parts
     ]

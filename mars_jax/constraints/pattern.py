@@ -104,7 +104,7 @@ class _Reader:
             _, add, drop, items = argument
             return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            # Greedy and lazy repeats match the same whole strings.
+            # Greedy and lazy quantifiers match the same whole strings.
             least, most, items = argument
             if most >= _parser.MAXREPEAT:
                 most = None

@@ -127,7 +127,7 @@ def schema_automaton(schema: object, *, compact: bool = False) -> Automaton:
     """Compile a schema to an automaton over bytes.
 
     Args:
-      schema: a schema from `parsed`.
+      schema: a schema, as returned by `parsed`.
       compact: if True, spaces after commas and colons are not allowed, as in `json.dumps(..., separators=(",", ":"))`.
 
     Raises:

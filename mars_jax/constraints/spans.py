@@ -104,7 +104,7 @@ def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Spans for lossy rules, which relax only inside `relax_in` (if this is not empty) and never inside `strict_in`."""
+    """Spans for lossy rules, which relax only inside `relax_in` (anywhere if empty) and never inside `strict_in`."""
 
     relax_in: tuple[str, ...] = ()
     strict_in: tuple[str, ...] = ()

@@ -92,8 +92,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a transformers tokenizer.
 
     Args:
-      tokenizer: a tokenizer whose tokens are pieces of text: byte-level, or sentencepiece with or without byte
-        fallback.
+      tokenizer: a byte-level tokenizer, or a sentencepiece tokenizer with or without byte fallback.
       size: V of the model. Ids past the tokenizer's vocabulary have no text.
 
     Raises:
@@ -134,7 +133,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
 
 
 def _decoders(decoder: JsonObject | None) -> list[str]:
-    """Return the types of a tokenizer's decoder and of its parts."""
+    """Return the types of a tokenizer's decoder and of the decoder's parts."""
     if not decoder:
         return []
     return [decoder["type"], *(name for part in decoder.get("decoders", ()) for name in _decoders(part))]
@@ -159,7 +158,7 @@ def _inside(tokenizer: Any) -> Callable[[str], list[int]]:
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    # Tokenize the text after a line break, which no tokenizer of these families merges with the text that follows.
+    # Put a line break before the text: no tokenizer of these families merges it with the text that follows.
     line_break_ids = ids("\n")
 
     def encode(text: str) -> list[int]:

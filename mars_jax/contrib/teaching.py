@@ -90,7 +90,7 @@ def in_documents(segments: Array) -> Visible:
 def forward_packed(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
     """Run a model on packed rows: tokens i32[B, L], and `segments` i32[B, L], the number of each token's document.
 
-    Attention and recurrent layers do not cross the boundaries of documents.
+    Attention and recurrent layers do not cross document boundaries.
     """
     return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
 

@@ -269,7 +269,7 @@ def logical_axes(x: object) -> Axes | None:
 
 
 def row_specs(tree: PyTree, mesh: AnyMesh) -> PyTree:
-    """Return partition specs that shard the rows (dimension 0), and other dimensions if a container declares them."""
+    """Return partition specs that shard the rows (dimension 0), and any other axes that a container declares."""
     return _map_nodes(lambda x, axes: _spec(x, axes or ("rows",), mesh), tree)
 
 
@@ -353,11 +353,11 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 
 
 def _ready() -> AbstractMesh | None:
-    """Return the current mesh if its other axes can be mapped manually, as inside `by_rows`; otherwise None."""
+    """Return the current mesh if its axes other than those of the rows can be mapped manually; otherwise None."""
     mesh = current()
     data_axes = set(names_of("data", mesh))
-    # The row axes must already be mapped, and no others. Outside of `by_rows` no axis is mapped; inside `map_devices`
-    # all axes are.
+    # All row axes must already be mapped, but no other axes. Outside `by_rows`, no axis is mapped; inside
+    # `map_devices`, all axes are.
     if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data_axes:
         return None
     return mesh
@@ -422,8 +422,8 @@ def map_devices(
     """Apply `jax.shard_map` over all mesh axes except those of the rows. By default, results are replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
-    # Disable check_vma: it cannot infer that results are identical if every device computes them from the same gathered
-    # arrays.
+    # Disable check_vma: it cannot infer that the devices compute identical results when they start from the same
+    # gathered arrays.
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False)
 
 
@@ -433,8 +433,8 @@ def over_vocabulary(
     """Call `unsharded(logits, *others)`, or `local(axes, shard, *others)` on each device if the vocabulary is sharded.
 
     Args:
-      local: function of the mesh axes that shard the vocabulary, this device's shard of the logits, and `others`. It
-        must return the same result on all devices.
+      local: function `(axes, shard, *others)` that receives the mesh axes that shard the vocabulary, and this device's
+        shard of the logits. It must return the same result on all devices.
       unsharded: function that computes the same result if the vocabulary is not sharded.
       logits: [..., V].
       others: further arguments, which are replicated over the devices.

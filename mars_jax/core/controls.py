@@ -52,8 +52,8 @@ def make_controls(
     Args:
       batch: B, the number of rows.
       limit: maximum total number of tokens in the prompt and the output.
-      temperature: sampling temperature; 0 selects greedy decoding. None makes every row greedy at compile time, so that
-        the program contains no sampling code and compiles faster.
+      temperature: sampling temperature; 0 selects greedy decoding. None makes all rows greedy and omits the sampling
+        code from the program, which then compiles faster.
       top_k: sample from this many of the most probable tokens; 0 disables the filter.
       top_p: sample from the smallest set of tokens with at least this total probability; 1 disables the filter.
       min_p: drop tokens below this fraction of the highest probability; 0 disables the filter.

@@ -44,7 +44,7 @@ class Decoder:
     """A target, a drafter and the structure of a rule, combined by `speculative_decoder`.
 
     The methods are pure functions. Apply `jax.jit` and donate the state in your outermost function, or call `run`,
-    `stream`, `refill` and `extend`, which do this. Equal decoders share compiled programs, so a decoder may be rebuilt
+    `stream`, `refill` and `extend`, which do both. Equal decoders share compiled programs, so a decoder may be rebuilt
     wherever it is needed.
 
     >>> from mars_jax import drafters, fake, make_controls, verify

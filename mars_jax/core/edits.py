@@ -163,7 +163,7 @@ def edited(
     # include it.
     branch = ancestors(tree.parents, tree.max_depth).at[:, :, 0].set(False)
     drafted_one_hot = jax.nn.one_hot(tree.tokens, vocab, dtype=jnp.float32)
-    # f32[B, N, V]: token counts in the output and the path to each node.
+    # f32[B, N, V]: how often each token occurs in the output and on the path to each node.
     counts = output_counts[:, None] + jnp.einsum("bij,bjv->biv", branch.astype(jnp.float32), drafted_one_hot)
 
     def per_row(values: Array) -> Array:

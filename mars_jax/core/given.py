@@ -51,7 +51,7 @@ def check_recurrent(drafter: Drafter) -> None:
 
 
 def check_draft_model(model: LanguageModel) -> None:
-    """Raise MarsError if the model cannot draft because it has recurrent layers, which cannot drop tokens."""
+    """Raise MarsError if the model has recurrent layers: they cannot drop rejected tokens, so it cannot draft."""
     if model.for_chains is not None:
         raise MarsError(
             "the draft model has recurrent layers, whose state cannot drop rejected tokens: draft with ngram, or "
@@ -150,7 +150,7 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
     length = prompts.length
     return DecodeState(
         tokens=prompts.tokens,
-        # The length includes the prompt's last token, the root of the first draft, which is committed but not cached.
+        # The length includes the prompt's last token: the root of the first draft, committed but not cached.
         length=length,
         # Make a copy, because a donated state must not contain the same buffer twice.
         prompt_length=jnp.copy(length),

@@ -166,7 +166,7 @@ class Guide:
             return dataclasses.replace(
                 tree, tokens=jnp.where(self.along(tree) == DEAD, NO_TOKEN, tree.tokens)
             )
-        # These are updated along the chain: the state after the previous token, i32[B, 1], and whether all previous
+        # Update two values along the chain: the state after the previous token, i32[B, 1], and whether all previous
         # tokens are valid, bool[B, 1].
         state, is_valid = self.state[:, None], jnp.ones_like(self.state[:, None], bool)
         follows_draft = is_valid

@@ -35,7 +35,7 @@ mixtures of experts, do not benefit."""
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
     """Return the number of prompt tokens per forward pass, given the length of the token buffer and the number of rows.
 
-    To extend existing rows, use the default of `buffer`, because usually only a few of their tokens are new.
+    When extending existing rows, keep `buffer`'s default, because usually only a few of their tokens are new.
 
     >>> chunk_of(256) if on_cpu() else 64
     64
@@ -85,9 +85,9 @@ def prefill(
       state: initial state that `observe` updates, such as a drafter's state.
       observe: function that is called after every window, as in `state = observe(state, start, output)`. `start` i32[B]
         is the first position of each row's window. Windows are passed to `observe` in order. The last window may begin
-        earlier to stay inside the buffer; it then overlaps the window before it. Complete rows get windows past their
-        end until all rows are complete. For recurrent models, the last window may instead end past the buffer, and
-        complete rows get windows without tokens.
+        earlier to stay inside the buffer; it then overlaps the window before it. Until all rows are complete, the
+        windows of a complete row continue past the row's end. For recurrent models, the last window may instead end
+        past the buffer, and complete rows get windows without tokens.
       chunk: tokens per window. Default: the model's `prefill_chunk` if set, otherwise `chunk_of`.
     """
     buffer = tokens.shape[1]
@@ -117,7 +117,8 @@ def prefill(
         state = carry.state if observe is None else observe(carry.state, start, output)
         return _Reading(start + chunk_size, output.cache, state)
 
-    # Complete rows stay in the loop until all rows are complete. Their windows then write garbage past the row's end.
+    # The loop runs until all rows are complete. Meanwhile, the windows of complete rows write garbage past the row's
+    # end.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))
     return end.cache, end.state
 

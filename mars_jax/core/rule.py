@@ -323,7 +323,7 @@ def check_array(
       value: the returned value, or a part of it.
       dtype: the expected dtype; "floating" allows any floating-point dtype.
       shape: the expected shape.
-      place: in the message, the prefix that names the checked part of the returned value; "" for the whole value.
+      place: prefix for the error message that names the part being checked; "" for the whole returned value.
     """
     is_array = isinstance(value, Array | np.ndarray | np.generic) and value.shape == shape
     if dtype == "floating":

@@ -95,8 +95,8 @@ def score_tree(
 ) -> Scores:
     """Run one forward pass of the target over a draft tree. Row i of the logits is p(. | tokens up to node i).
 
-    If a `sparse` drafter has not drafted a token in any row, a CPU evaluates only the root, and the logits of padding
-    are 0. On an accelerator the padding costs almost nothing, so only the full forward pass is compiled.
+    If a `sparse` drafter has drafted no tokens in any row, a CPU evaluates only the root, and the logits of padding are
+    0. On an accelerator the padding costs almost nothing, so only the full forward pass is compiled.
 
     Args:
       drafter: the drafter that drafted the tree.
@@ -178,7 +178,7 @@ def judge(
 def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Truncate a verdict before the first forbidden token, and sample the next token from the target instead.
 
-    Bans and constraints therefore hold for all rules, including randomized rules and users' rules, and every step still
+    Bans and constraints therefore hold for all rules, including randomised rules and users' own, and every step still
     adds at least one token. A `next_token` with a logit of -inf is also replaced by a sample from the target. Lossless
     rules never choose such nodes or tokens.
     """
@@ -191,7 +191,7 @@ def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     target_token = sample(
         evidence.keys, pick(evidence.positions, last), pick(evidence.logits, last), evidence.controls
     )[:, 0]
-    # True if the rule chose a next token that the request forbids, so that its logit at the last node is -inf.
+    # True if the rule chose a next token that the request forbids, that is, one with a logit of -inf at the last node.
     is_forbidden = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
     return dataclasses.replace(
         verdict,
@@ -233,14 +233,14 @@ def emit(
     entry = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
     emitted = step_tokens(tree, verdict)
 
-    # Broken weights produce a non-finite largest logit. Stop the row instead of emitting token 0. Non-finite logits
-    # outside of the accepted path are harmless, because no decision depends on them.
+    # Broken weights produce a non-finite largest logit. Stop the row instead of emitting token 0. Non-finite logits off
+    # the accepted path are harmless, because no decision depends on them.
     top_logit = pick(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
     is_broken = jnp.any(~jnp.isfinite(top_logit), axis=1) & ~state.done
     if state.controls.edits is not None:  # edits may ban every token
         top_decided = pick(jnp.max(decided, axis=-1), verdict.path)
         all_banned = jnp.any(~jnp.isfinite(top_decided), axis=1)
-        # At the end of a constraint no token is allowed, which is not a failure.
+        # After the end of a constraint, no token is allowed. This is not a failure.
         if ended is not None:
             all_banned &= ~ended
         is_broken |= all_banned & ~state.done

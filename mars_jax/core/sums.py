@@ -12,7 +12,7 @@ def total(x: Array) -> Array:
 
     On a CPU, LLVM chooses the order of the additions in an XLA sum, and this order depends on the number of rows. With
     XLA sums, a forward pass over a draft would differ in its last bits from a forward pass over one token. A matrix
-    product with ones does not have a fixed order either.
+    product with a vector of ones does not have a fixed order of summation either.
 
     >>> total(jnp.ones((2, 3))).tolist()
     [3.0, 3.0]

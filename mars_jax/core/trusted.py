@@ -68,7 +68,7 @@ def judge_after_trusted(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule, 
     # trusted and not relaxed.
     edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] - count[:, None]
     relaxed = pick(verdict.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
-    # In a chain, node d is at depth d. The path repeats its last node after its end.
+    # In a chain, node d is at depth d. Entries past the end of the path repeat its last node.
     path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], num_accepted[:, None])
     return dataclasses.replace(verdict, path=path, num_accepted=num_accepted, relaxed=relaxed), rule, count
 

@@ -64,8 +64,8 @@ class DraftTree:
     # sampled. softmax(draft_logits[b, i]) is the true q, which rules compare with the target's p at node i. None if the
     # draft is a deterministic function of the committed tokens.
     draft_logits: Array | None = None
-    # bool[B, N] or None: True for the first nodes of a chain that are accepted without verification by the target,
-    # because a cheaper model has verified them; see `core.trusted`.
+    # bool[B, N] or None: True for the leading nodes of a chain, which need no verification by the target because a
+    # cheaper model has verified them; see `core.trusted`.
     trusted: Array | None = None
     # [B, N, F] or None: the drafter's hidden states from which the children of each node were predicted. Set only if
     # the rule reads them and the drafter has them. Arbitrary at nodes without children.
@@ -330,11 +330,11 @@ class LanguageModel(NamedTuple):
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
-    # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, except row numbers >= B.
-    # Only targets need this function, because the leaves of drafter states are always [B, ...].
+    # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, but skip row numbers >= B. Only
+    # targets need this function, because the leaves of drafter states are always [B, ...].
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
-    prefill_chunk: int | None = None  # prompt tokens per forward pass; None for `prefill.chunk_of`
-    # The next two fields are only set by recurrent models, whose cache cannot drop arbitrary tokens.
+    prefill_chunk: int | None = None  # prompt tokens per forward pass; None: chosen by `prefill.chunk_of`
+    # Only recurrent models set the next two fields, because their caches cannot drop arbitrary tokens.
     # (nodes, prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward pass, if it
     # had at most `nodes` nodes. The cache is large enough for a prefill window that ends past the token buffer.
     for_chains: Callable[[int, int | None], LanguageModel] | None = None
@@ -349,7 +349,7 @@ depend on the batch."""
 
 
 def keys_from_seeds(seeds: Array) -> Array:
-    """Create one `threefry2x32` PRNG key per row, regardless of JAX's default, from seeds u32[B] or i32[B].
+    """Create one `threefry2x32` PRNG key per row, from seeds u32[B] or i32[B], whatever the default PRNG of JAX is.
 
     Returns:
       key[B], for `Prompts.keys`.

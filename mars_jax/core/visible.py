@@ -15,7 +15,7 @@ from mars_jax.core import struct
 
 @struct.dataclass(kw_only=True)
 class Visible:
-    """The cache slots to which each of N nodes attends, and the slots to which the rows of the nodes are written.
+    """The cache slots to which each of N nodes attends, and the slots to which the nodes' cache entries are written.
 
     Every slot s before `first` is committed, contains the token at position s, and is visible to all nodes. Row r is
     slot `first + r`, and node i attends to it if `seen[b, i, r]` is True. A slot that no node attends to is never read.
@@ -32,14 +32,14 @@ class Visible:
 
     first: Array  # i32[B]; number of committed slots before the nodes
     positions: Array  # i32[B, N]; positions of the nodes
-    slot: Array  # i32[B]; the rows of the nodes are written to slot .. slot + N - 1
+    slot: Array  # i32[B]; the nodes' cache entries are written to slot .. slot + N - 1
     seen: Array | None = None  # bool[B, N, R]; None for R == N and causal attention to rows 0 .. i
     seen_positions: Array | None = None  # i32[B, R]; positions of rows; None if rows are the nodes
     # i32[B]; for a prompt, the number of nodes that are tokens; the nodes after them are padding. None if the nodes are
     # a draft. Only recurrent layers use this field.
     count: Array | None = None
-    # i32[B, N]; index of each node's document, if a row contains several documents that `seen` separates and starts at
-    # slot 0. None if each row is one sequence. Only recurrent layers use this field.
+    # i32[B, N]; index of each node's document, for rows that start at slot 0 and contain several documents, which
+    # `seen` separates. None if each row is one sequence. Only recurrent layers use this field.
     documents: Array | None = None
 
     @staticmethod

@@ -45,18 +45,18 @@ def load(
         `medusa:PATH` for Medusa heads, and `dflash:PATH` for a DFlash or DSpark head. SPRINTER, TriSpec and VIA-SD
         (`sprinter:PATH`, `trispec:PATH` and `via_sd:PATH`) accept some draft tokens without verification and are
         therefore never lossless.
-      target: the model to draft for. Heads, and the drafters of SPRINTER, TriSpec and VIA-SD, must share its
+      target: the model to draft for. Heads, and the drafters of SPRINTER, TriSpec and VIA-SD, must share the target's
         vocabulary. The drafter's weights are sharded over the target's mesh.
       num_draft_tokens: chain length. Default: 5 for a model or `self`, 3 for MTP, the number of heads for Medusa, a
         whole block for DFlash, 8 for n-grams and replay, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target
         is a mixture of experts, the default is at most 3, because each draft token activates different experts.
         SPRINTER, TriSpec and VIA-SD ignore this limit.
-      tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
-        or "dynamic". The default is `Dynamic()` for EAGLE, a dynamic tree as deep as the block for DFlash, and a chain
-        for all other drafters. EAGLE and DFlash also default to a chain if a chain length is given, or if the target is
-        a mixture of experts or has recurrent layers.
-      sample: sample the draft tokens from the drafter's distribution q, and pass q to `verify.rejection`. The default
-        for EAGLE is then a chain, of 5 tokens unless a length is given.
+      tree: children per node at each depth, or `Dynamic(...)` (not for Medusa); either may be a string, such as
+        "4-2-2-1" or "dynamic". The default is `Dynamic()` for EAGLE, a dynamic tree as deep as the block for DFlash,
+        and a chain for all other drafters. EAGLE and DFlash also default to a chain if a chain length is given, or if
+        the target is a mixture of experts or has recurrent layers.
+      sample: sample the draft tokens from the drafter's distribution q, and pass q to `verify.rejection`. EAGLE then
+        drafts a chain by default: 5 tokens, unless `num_draft_tokens` is given.
       dtype: dtype of the drafter's weights; default: the checkpoint's for a model, the target's for heads.
       draft_size: "fixed" or "auto". With "auto", each step drafts the full chain, half of it or nothing, whichever is
         estimated to be fastest; see `drafters.sized`. "auto" is available for n-grams, replay, and chains of models,
@@ -103,7 +103,7 @@ def load(
     is_recurrent = target is not None and target.model.for_chains is not None
     must_chain = sample or draft_size == "auto" or is_recurrent
     length, usual_tree = draft_definition.usual(mixture=is_mixture, chain=must_chain)
-    # {argument: (whether the caller set it, the capability of the drafter that it requires)}
+    # {argument: (whether the caller set it, the drafter capability that it requires)}
     optional_arguments = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),

@@ -130,9 +130,9 @@ class FeatureDrafter(HeadDrafter):
         output: ForwardOutput,
     ) -> FeatureState:
         n = output.hidden.shape[1]
-        # The feature of token t is paired with the embedding of token t + 1. So the last valid entry is at position
-        # length - 2, which is paired with the last committed token. The entry at the end of the buffer has no next
-        # token, but no unfinished row reaches it.
+        # The feature of token t is paired with the embedding of token t + 1. Therefore, the last valid entry is at
+        # position length - 2, which is paired with the last committed token. The entry at the end of the buffer has no
+        # next token, but no unfinished row reaches it.
         next_positions = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         next_tokens = pick(tokens, jnp.minimum(next_positions, tokens.shape[1] - 1))
         return self._absorb(params, state, output, next_tokens, first, length - 2)
@@ -147,7 +147,7 @@ class FeatureDrafter(HeadDrafter):
 
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, parent_hidden = carry
-            # [B, W, E]: the input feature of each node is the head's own output at its parent.
+            # [B, W, E]: the input feature of each node is the head's own output at the node's parent.
             parent_features = pick(parent_hidden, level.parents)
             hidden, cache = self._forward(params, parent_features, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)

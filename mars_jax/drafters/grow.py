@@ -164,8 +164,8 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
     last_level, (later_tokens, later_logits) = lax.scan(body, first_level, depths)
     draft_logits = None
     if first_logits is not None and later_logits is not None:
-        # f32[B, N, V]: row i contains the logits that node i + 1 was drawn from. Row 0 belongs to the root, and the
-        # scan's [D - 1, B, V] are the next D - 1 rows. The leaf has no children, so the last row is never read.
+        # f32[B, N, V]: row i contains the logits that node i + 1 was drawn from. Row 0 is the root's, and the outputs
+        # of the scan, [D - 1, B, V], are the next D - 1 rows. The leaf has no children, so the last row is never read.
         draft_logits = jnp.concatenate(
             [first_logits, jnp.moveaxis(later_logits, 0, 1), jnp.zeros_like(first_logits)], axis=1
         )
@@ -210,7 +210,7 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
     drawn_logits = []  # f32[B, W, V] for each level
 
     def children(raw_logits: Array, depth: int, alive: Array, carry: PyTree, states: Array | None) -> Array:
-        """Return i32[B, W * width], the children of the nodes at `depth`; NO_TOKEN if a parent is not alive."""
+        """Return i32[B, W * width], the children of the nodes at `depth`; NO_TOKEN below nodes that are not `alive`."""
         width = shape.branching[depth]
         logits = steering.logits(raw_logits, states)
         alive = alive & ~growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
@@ -292,15 +292,15 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     """Grow a tree whose shape follows the drafter's confidence.
 
     In a sampled tree, whether a candidate is kept must not depend on its token; otherwise, the kept tokens would not be
-    samples from q. So a candidate's rank does not depend on its own token. The ranks of its descendants and later
-    siblings do depend on that token, but they are never higher than its own.
+    samples from q. Therefore, a candidate's rank does not depend on its own token. The ranks of its descendants and
+    later siblings do depend on that token, but they are never higher than its own.
     """
     growth, k, batch = steering.growth, shape.top_k, root.shape[0]
 
     def children(
         raw_logits: Array, rank: Array, path: Array, depth: Array | int, carry: PyTree, states: Array | None
     ) -> tuple[_Children, Array | None]:
-        """Return the children of W nodes with ranks and paths f32[B, W], and the logits they were drawn from."""
+        """Return the children of W nodes with this rank and path, f32[B, W], and the logits they were drawn from."""
         logits = steering.logits(raw_logits, states)
         is_end = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         path = jnp.where(is_end, -jnp.inf, path)[..., None]

@@ -1,4 +1,4 @@
-"""A drafter that runs a small language model. Its chains, static trees and dynamic trees are greedy or sampled.
+"""A drafter that runs a small language model. It drafts chains and static or dynamic trees, greedily or by sampling.
 
 Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes, V
 vocabulary. Tested against the same model, whose cache is rebuilt from scratch in every step
@@ -147,7 +147,7 @@ class DraftModel(ShapedDrafter):
     def catch_up(
         self, params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        # Feed only the tokens from index `cached` on, except the last two, which the next draft feeds.
+        # Feed the tokens from index `cached` on, but not the last two: the next draft feeds those.
         chunk = self.model.prefill_chunk or chunk_of()
         cache, _ = prefill(self._model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)

@@ -25,8 +25,8 @@ class NGram(Drafter):
     """Copies of the tokens that followed an earlier occurrence of the last few tokens.
 
     Search the context for earlier matches of its last tokens, and draft the tokens that followed the longest match, or
-    the latest of equally long ones. If the copy reaches the end of the context, it starts over after the match, so that
-    a repetition continues. Without a match all draft tokens are padding, and the step emits one token.
+    the latest of equally long ones. If the copy reaches the end of the context, it starts over at the token after the
+    match, so that a repetition continues. Without a match all draft tokens are padding, and the step emits one token.
 
     Raises:
       MarsError: a field is out of range.
@@ -136,7 +136,7 @@ def longest_match(
     match_length = jnp.zeros(past.shape, jnp.int32)
     is_matching = (match_end >= 1) & (match_end < past_length[:, None])
     for steps_back in range(1, max_ngram + 1):
-        # Compare past[e - steps_back] with tokens[length - steps_back]. A candidate's match ends at the first
+        # Compare past[e - steps_back] with tokens[length - steps_back]. A candidate's match stops growing at the first
         # difference.
         shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :past_size]
         suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - steps_back, 0)[:, None], axis=1)

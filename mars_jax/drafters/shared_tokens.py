@@ -5,8 +5,8 @@ vocabulary. Tested against the model itself, run token by token in Python (tests
 
 Tokens that the target lacks get probability 0 and q is renormalised, so q is the true sampling distribution and every
 rule works unchanged. The draft model is fed the target's tokens, although its own tokenizer would split the text
-differently. A token that the draft vocabulary lacks is replaced by the longest suffix of its bytes in that vocabulary.
-Both differences lower the acceptance rate but do not affect correctness.
+differently. A token that the draft vocabulary lacks is replaced by the draft token for the longest possible suffix of
+its bytes. Both differences lower the acceptance rate but do not affect correctness.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def sized(
     that the cache lacks.
 
     Args:
-      loaded: a drafter of chains with its weights; its length is the maximum length.
+      loaded: a drafter, which must draft chains, with its weights; its chain length is the maximum length.
       sizes: two to four increasing chain lengths, the first of which is 0; default: `usual_sizes` of the drafter's
         length.
       costs: positive cost of a step at each size, for the intended batch size, in any unit; for example, seconds or the
@@ -156,7 +156,7 @@ def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
 class SizedDrafter(Skipping):
     """A drafter whose decoder chooses among several lengths.
 
-    Without that decoder, every draft has the longest length.
+    Without that decoder, every draft has the maximum length.
     """
 
     lengths: tuple[int, ...] = ()  # chain lengths, increasing from 0
@@ -251,7 +251,7 @@ def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
     tree, _ = propose(drafter, params, state, Conditions.of(params, state), step_keys(state)[0])
     acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
     if tree.expected is not None:
-        # A draft whose expected acceptance is 0 consists of tokens that a constraint forces.
+        # The expected acceptance is 0 if the draft consists of tokens that a constraint forces.
         acceptance = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
     return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), acceptance, 0.0)
 
@@ -291,6 +291,6 @@ def best_size(
     tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
     # If costs have not been measured, assume that all sizes cost the same.
     speeds = tokens_per_step / jnp.where(params.costs > 0, params.costs, 1.0)
-    # Choose the fastest size, and the shortest of equally fast ones. A draft must be more than `MARGIN` times as fast
-    # as size 0.
+    # Choose the fastest size, or the shortest if several are equally fast. A draft must be more than `MARGIN` times as
+    # fast as size 0.
     return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)

@@ -56,7 +56,9 @@ class SkippingState:
 
 @dataclasses.dataclass(frozen=True)
 class Skipping(Drafter):
-    """A drafter of chains of one length, possibly 0. Drafters of different lengths share one state and `SizedParams`.
+    """A drafter that drafts chains of one length, possibly 0.
+
+    Drafters of different lengths share one state and one `SizedParams`.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> skipping = Skipping(ngram(4), ngram(4))
@@ -180,7 +182,7 @@ class Skipping(Drafter):
     def update(self, params: Params, state: SkippingState, *step: Any) -> SkippingState:
         tree, verdict, output, length = step
         if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
-            # A drafter that cannot catch up processes the root even in steps without a draft.
+            # A drafter that cannot catch up must process the root even in steps without a draft.
             drafter = self.size if self.max_depth > 0 else self.longest
             draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length - state.origin)
             cached = self._complete(length + verdict.num_accepted + 1)

@@ -53,8 +53,9 @@ class Steering(NamedTuple):
         def token_ids() -> Array:
             return self.growth.to_target(jnp.arange(vocab, dtype=jnp.int32))
 
-        # The mask needs target token ids if the draft vocabulary has a different size, or if the drafter has a
-        # different tokenizer with a vocabulary of the same size. In this case, `guide.narrowed` set `tables.narrow`.
+        # The mask needs target token ids if the draft vocabulary has a different size. It also needs them if the
+        # drafter has a different tokenizer with a vocabulary of the same size, for which `guide.narrowed` set
+        # `tables.narrow`.
         narrowed = not self.sample and (vocab != self.guide.vocab or self.guide.tables.narrow is not None)
         masked_logits = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
         if not self.sample:
@@ -91,7 +92,7 @@ class Steering(NamedTuple):
         return self.tokens(argmax(logits)[..., None], states)[..., 0]
 
     def only_allowed(self, log_q: Array, best: TopKEntries, states: Array | None) -> Array:
-        """Set the log-probabilities of forbidden tokens among a greedy draft's best tokens, f32[B, W, k], to -inf.
+        """Set the log-probabilities f32[B, W, k] of a greedy draft's best tokens to -inf where a token is forbidden.
 
         If all of them are forbidden and the constraint forces a token, `tokens` puts that token first, and its
         log-probability becomes 0.

@@ -73,7 +73,7 @@ def _size(value: object) -> int:
 
 
 def _factor(operand: object) -> int:
-    """Return the factor by which an operand may enlarge a result: an integer's absolute value, or else its size."""
+    """Return the factor by which an operand may enlarge a result: its absolute value if it is an int, else its size."""
     if not isinstance(operand, int):
         return _size(operand)
     if abs(operand) > _COUNT:
@@ -147,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._remaining, self._deadline = TEMPLATE_SIZE, time.thread_time() + TEMPLATE_SECONDS
 
     def _new(self, value: Any) -> Any:
-        """Subtract the size of a new value from the remaining size, check the time, and return the value."""
+        """Subtract the size of a new value from the size that remains allowed, check the time, and return the value."""
         self._remaining -= _size(value)
         if self._remaining < 0:
             raise TemplateError(f"its values have more than {TEMPLATE_SIZE:,} characters")
@@ -179,7 +179,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _limited(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a filter so that its operands are checked and its result counts towards the limit."""
-        # Index of the filtered value: 1 if the context precedes it.
+        # Index of the filtered value among the arguments: 1 if the context precedes it, otherwise 0.
         first = int(hasattr(function, "jinja_pass_arg"))
 
         @functools.wraps(function)

@@ -37,7 +37,7 @@ def first_architecture(data: JsonObject) -> str | None:
 
 def _family(data: JsonObject) -> str:
     architecture, model_type = first_architecture(data), data.get("model_type")
-    # `model_type` decides only if no architecture is listed: a classifier has the model_type of its base model.
+    # Use `model_type` only if no architecture is listed, because a classifier has the `model_type` of its base model.
     for name, family in FAMILIES.items():
         if architecture == family.architecture or (architecture is None and model_type == name):
             return name

@@ -20,7 +20,7 @@ def as_turns(text: str) -> list[Turn]:
 
 
 def as_conversation(turns: Any, system: str | None = None) -> list[Turn]:
-    """Normalize a conversation for chat templates: join each content into one string, and prepend `system` if given.
+    """Normalise a conversation for chat templates: join each content into one string, and prepend `system` if given.
 
     Args:
       turns: see `Turn`. Keys other than `role` and `content` are passed to the template.

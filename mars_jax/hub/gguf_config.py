@@ -130,7 +130,7 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         "rms_norm_eps": _decimal(file.of_model("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(file.of_model("rope.freq_base")),
         "rope_scaling": _scaling(file),
-        # The metadata does not record tied embeddings and biases, so look for the tensors.
+        # The metadata does not record whether embeddings are tied or layers have biases, so look for the tensors.
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": not file.tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
@@ -160,7 +160,7 @@ def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
 
 
 def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each key that leave the config's forward pass unchanged."""
+    """Return, for each key, the values that leave the config's forward pass unchanged."""
     width, rotated = (config.head_dim,), (int(config.head_dim * config.rope.fraction),)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {
@@ -298,7 +298,7 @@ def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
     names = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
     names |= {"logits_scaling": "logit_scale"}
     multipliers = {key: _decimal(file.of_model(name) or None) for key, name in names.items()}
-    # Without an attention scale, llama.cpp divides scores by sqrt(head_dim).
+    # If the file has no attention scale, llama.cpp divides scores by sqrt(head_dim).
     scale = _decimal(file.of_model("attention.scale") or data["head_dim"] ** -0.5)
     return multipliers | {"attention_multiplier": scale, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
 
@@ -306,7 +306,7 @@ def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
 def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     if window := file.of_model("attention.sliding_window"):
         fields: JsonObject = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
-        # Only for this architecture, llama.cpp's converter copies the attention_factor of config.json unchanged.
+        # For this architecture only, llama.cpp's converter copies the attention_factor of config.json unchanged.
         attention_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
         if data["rope_scaling"] and attention_factor is not None:
             fields["rope_scaling"] = data["rope_scaling"] | {"attention_factor": attention_factor}
@@ -332,7 +332,7 @@ def _number(file: GGUFFile, key: str, default: int | None = None) -> int | None:
 
 
 def _decimal(value: float | None) -> float | None:
-    """Return the decimal number whose float32 rounding is `value`.
+    """Return the shortest decimal number that rounds to `value` in float32.
 
     >>> _decimal(9.999999747378752e-06)
     1e-05
@@ -366,7 +366,7 @@ def _scaling(file: GGUFFile) -> JsonObject | None:
     attn_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
     if kind == "yarn" and attn_factor is not None and factor is not None:
         # llama.cpp multiplies YaRN's 0.1 ln(factor) + 1 by attn_factor (`yarn_attn_factor *= hparams.rope_attn_factor`
-        # in src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json
+        # in src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json,
         # attention_factor replaces the product (`_compute_yarn_parameters` of transformers).
         scaling["attention_factor"] = attn_factor * yarn_attention_factor({}, factor)
     return {key: value for key, value in scaling.items() if value is not None}

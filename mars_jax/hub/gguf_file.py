@@ -1,7 +1,7 @@
 """Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code from the file.
 
 Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not memory-mapped. The reader in the package
-gguf memory-maps the file, whose pages then count as this process's memory, and creates two arrays per token. Tested
+gguf memory-maps the file, so that its pages count as this process's memory, and creates two arrays per token. Tested
 against the package's writer and its `dequantize` (tests/hub/test_gguf.py).
 """
 
@@ -144,7 +144,7 @@ def _size(count: int, kind: GGMLQuantizationType) -> int:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a GGUF file, by its suffix."""
+    """Return whether a path is a file with the suffix of GGUF files."""
     return path.suffix == ".gguf" and path.is_file()
 
 
@@ -196,7 +196,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return the metadata of one file, with strings as bytes, and its tensors.
+    """Return the metadata of one file, in which strings are bytes, and the file's tensors.
 
     Raises:
       MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or not GGUF.
@@ -223,7 +223,7 @@ class _Header:
         self._path, self._version = path, version
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        """Return the metadata, with strings as bytes, and the tensors."""
+        """Return the metadata, in which strings are bytes, and the tensors."""
         import gguf
 
         # A file contains a magic number, a version, counts, key-value pairs, tensor entries, padding and the data.
@@ -244,7 +244,7 @@ class _Header:
         for name, shape, kind, offset in entries:
             kind = gguf.GGMLQuantizationType(kind)
             tensor = tensors[name] = GGUFTensor(shape, kind, data + offset, self._path, self._version)
-            # Raises if a row does not consist of whole blocks. `GGUFFile.stored` relies on this check.
+            # This call raises if a row does not consist of whole blocks. `GGUFFile.stored` relies on this check.
             _size(math.prod(shape[-1:]), tensor.kind)
             self._check(tensor.begin + _size(math.prod(shape), tensor.kind))
         if len(values) != num_values or len(tensors) != num_tensors:
@@ -269,7 +269,7 @@ class _Header:
         return self._take(self._number())
 
     def _texts(self, count: int) -> list[bytes]:
-        """Read several strings, faster than by calling `_text`: a vocabulary has hundreds of thousands of them."""
+        """Read several strings, for example the tokens of a vocabulary, faster than repeated calls of `_text` would."""
         read, unpack, texts = self._file.read, struct.Struct("<Q").unpack, []
         limit = min(self._size, GGUF_HEADER_BYTES)
         for _ in range(count):

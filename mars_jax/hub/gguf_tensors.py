@@ -117,7 +117,7 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
 
 
 def _gguf_name(names: TensorNameMap, name: str) -> str:
-    """Convert a tensor's name on the hub to its name in a GGUF file, after `_split`."""
+    """Convert a tensor's name on the hub to the name of the corresponding tensor that `_split` returns."""
     match = _NAME.fullmatch(_EXPERT.sub("", name).replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias"))
     assert match is not None
     stem, kind = match.groups(default="weight")
@@ -152,7 +152,7 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig, *, keep_wider: bool)
 
 
 def _value_heads(delta: Delta) -> np.ndarray:
-    """Return the position in the file of each value head of gated DeltaNet, in the hub's order; i[value_heads].
+    """Return i[value_heads]: for each value head of gated DeltaNet, in the hub's order, its position in the file.
 
     Value head i of key head k is number `k * groups + i` on the hub, and number `i * key_heads + k` in a file.
     """

@@ -143,7 +143,7 @@ def _build(file: GGUFFile) -> Tokenizer:
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
     builders: dict[str, Build] = {"gpt2": _byte_level, "llama": _sentencepiece}
     tokenizer, bos = _look_up(file, "tokenizer.ggml.model", builders)(file, kinds)
-    # Added tokens are matched before the text is split into words. Special ones are left out of decoded text.
+    # Added tokens are matched before the text is split into words. Decoded text omits those that are special.
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)

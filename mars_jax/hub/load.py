@@ -1,4 +1,4 @@
-"""Loading of checkpoints: the Hugging Face layout, conversions, and GGUF files."""
+"""Loading of checkpoints in the Hugging Face layout, of conversions, and of GGUF files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def read_path(path: Path) -> tuple[ModelConfig, str | None]:
-    """Read the config of a directory or a GGUF file, and its dtype, or None if it has no single dtype."""
+    """Read the config of a directory or a GGUF file, and its dtype (None if it has no single dtype)."""
     if is_gguf(path):
         return gguf_config.read_gguf_config(read_gguf(path))
     return read_directory(path)
@@ -107,15 +107,15 @@ def load(
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype, except that float16 becomes bfloat16, and a
         quantised GGUF file becomes float32, or bfloat16 if it has experts in MXFP4. In 4-bit AWQ, GPTQ and
         compressed-tensors checkpoints, and in GGUF files with experts in MXFP4, None also keeps the matrices of layers
-        packed if each quantisation group consists of adjacent inputs. All other weights of these checkpoints get a
-        floating-point dtype: matrices with GPTQ's `desc_act`, experts not in MXFP4, embeddings and unpacked matrices.
+        packed if each quantisation group consists of adjacent inputs. All other weights of these checkpoints (matrices
+        with GPTQ's `desc_act`, experts not in MXFP4, embeddings and unpacked matrices) get a floating-point dtype.
         "int8" rounds matrices to 8 bits per weight (`models.quantize`) and keeps everything else in the checkpoint's
-        dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and experts to 8. Matrices that a file already
-        stores at 4 bits are not rounded again: GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`,
-        compressed-tensors' pack-quantized, and experts in MXFP4. If a GGUF file has such matrices, those with more bits
-        are rounded to 8 bits. On a CPU without a mesh or shardings, 4-bit matrices other than experts in MXFP4 are
-        dequantised, because products with them are slower there. They stay packed if the dequantised model would take
-        more than half of the free memory.
+        dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and experts to 8. Matrices that the file
+        already stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors'
+        pack-quantized, and experts in MXFP4) are not rounded again. If a GGUF file has such matrices, its matrices of
+        more than 4 bits are rounded to 8 bits. On a CPU without a mesh or shardings, 4-bit matrices other than experts
+        in MXFP4 are dequantised, because products with them are slower there. They stay packed if the dequantised model
+        would take more than half of the free memory.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
@@ -230,7 +230,10 @@ def listed(names: list[str]) -> str:
 
 
 def _alias(name: str) -> str:
-    """Return a tensor's canonical name. Some exports omit the prefix `model.`; others add one for the text model."""
+    """Return a tensor's canonical name.
+
+    Some exports omit the prefix `model.`, and others add a prefix for the text model.
+    """
     name = _TEXT.sub("", name)
     if name.startswith(("model.", "lm_head.", "mtp.")):
         return name
@@ -260,7 +263,8 @@ def check_tensors(
       directory: for error messages.
       grouped: the tensors, from `collect`.
       table: the expected weights.
-      harmless: function of a tensor's name that returns whether to ignore the tensor if the table does not list it.
+      harmless: function that takes a tensor's name, and returns whether to ignore the tensor if the table does not list
+      it.
 
     Raises:
       MarsError: tensors are missing, unexpected or duplicated, or have the wrong shape. The message lists them.
@@ -343,12 +347,12 @@ def read_leaf(
 ) -> list[HostArray]:
     """Read one array of params into host memory; see `stream.read_array`.
 
-    With `bits` 4, matrices of more than 4 bits are kept at 8 bits if their GGUF file also has 4-bit matrices.
+    If `bits` is 4, matrices of more than 4 bits are kept at 8 bits if their GGUF file also has 4-bit matrices.
 
     Args:
       directory: for error messages.
       named_tensors: result of `find_tensors`.
-      leaf, rows: an item of `weights.leaves`: one array of params, and the weights that it consists of.
+      leaf, rows: an item of `weights.leaves`, that is, one array of params and the table rows of the weights in it.
       dtype, bits, keep_packed, sharding: as for `read_params`.
     """
     parts = [named_tensors[row.name] for row in rows]

@@ -79,7 +79,7 @@ class Pretrained:
           max_positions: maximum length of prompt and completion together, if there is no config.
           stop_tokens: ids that end a completion, if there is no config; default: the tokenizer's end-of-text token.
           mesh: mesh that params are sharded over.
-          name: name for messages.
+          name: name used in messages.
 
         Raises:
           MarsError: config and max_positions are both given or both absent.
@@ -226,7 +226,7 @@ class Pretrained:
             token = self.tokenizer.convert_ids_to_tokens(bos)
         else:
             token = self._plain.id_to_token(bos)
-        # If the prompts themselves begin with two BOS tokens, the tokenizer may have added none.
+        # If the prompt strings themselves begin with two BOS tokens, the tokenizer may not have added one.
         if not all(str(prompt).startswith(2 * token) for prompt in twice):
             errors.warn(
                 f"a prompt begins with {token}, which the tokenizer of '{self.name}' adds as well, so that the model "
@@ -275,7 +275,7 @@ class Pretrained:
                 encoded = apply(tokenize=True, return_dict=True)
         except MarsError:
             raise
-        except Exception as error:  # a template is a program and may raise anything
+        except Exception as error:  # a template is a program and may raise any exception
             raise MarsError(
                 f"the chat template of '{self.name}' cannot be applied ({errors.first_line(error)}): correct it, or "
                 "leave --chat out."

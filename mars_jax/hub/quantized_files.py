@@ -10,7 +10,7 @@ for each output and group of inputs:
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
 In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act`, the inputs of a group are not adjacent. Such a
-matrix is dequantised, and is rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
+matrix is dequantised, and is rounded again only if dtype "int4" is requested. Sources: casper-hansen/AutoAWQ
 `packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Tested against
 matrices packed by these packages (tests/hub/packed_by_others.npz).
 
@@ -84,7 +84,7 @@ def packing(directory: Path) -> JsonObject | None:
     quantization = _quantization_config(directory)
     if quantization is None:
         return None
-    # Check before returning None for scaled matrices, because those checkpoints can have rotations or sparsity too.
+    # Check before returning None for scaled matrices, because their checkpoints may also use rotations or sparsity.
     _check_forward(directory, quantization)
     if quantization.get("quant_method") not in _READERS:
         return None
@@ -342,7 +342,7 @@ def dequantized_tensors(
 
 
 def _block_size(directory: Path) -> object:
-    """Return [outputs, inputs] of a block from the config; None if the config has no block size."""
+    """Return the size [outputs, inputs] of a block from the config; None if the config does not state one."""
     quantization = _quantization_config(directory) or {}
     if size := quantization.get("weight_block_size"):
         return size

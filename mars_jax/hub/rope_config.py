@@ -41,7 +41,7 @@ def read_rope(
 
     Args:
       data: contents of config.json.
-      base: top-level key of theta, the base of the frequencies.
+      base: top-level key that stores theta, the base of the frequencies.
       theta: default if config.json has no theta.
       fraction: default of partial_rotary_factor; None if the architecture always rotates whole heads.
 
@@ -87,7 +87,7 @@ def read_rope(
             is_long=longest > trained,
             attention_factor=float(value_or_default(scaling, "attention_factor", attention_factor)),
         )
-    # As in transformers, YaRN's factor defaults to the ratio of the context length to the trained length.
+    # As in transformers, YaRN's factor defaults to the ratio of the context length to the original one.
     if factor is None and kind == "yarn":
         factor = longest / trained
     if factor is None:

@@ -37,7 +37,7 @@ def cached_by_version(
     """Decorate a function of a path, so that its result is cached until one of `files(path)` changes."""
 
     def decorate(read: Callable[[Path], Result]) -> Callable[[Path], Result]:
-        # The function ignores `versions`, which is only a part of the cache's key.
+        # The function ignores `versions`, which serves only as part of the cache's key.
         cached = functools.lru_cache(maxsize=4)(lambda path, versions: read(path))
 
         @functools.wraps(read)

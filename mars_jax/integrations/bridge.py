@@ -9,7 +9,7 @@ i32[B, N], positions i32[B, N], mask bool[B, N, S], cache, slot i32[B]) -> (logi
 - Padding is clipped: a negative token id is passed as 0, and its output is never used.
 - Rows are independent, and the call is pure: it does not change its input cache.
 - Functions are reused: adapting a module twice with the same functions returns the same model, which is not compiled
-  again. A lambda that is created a second time counts as a different function.
+  again. Evaluating a lambda expression twice creates two different functions.
 
 `check` tests a model against the contract. Tested against transformers' logits by adapting our own transformer
 (tests/integrations/test_bridge.py).
@@ -89,7 +89,8 @@ def from_nnx(
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
 
     Raises:
-      MarsError: `module` is not an nnx module, or the model is called and its logits or cache have the wrong shape.
+      MarsError: `module` is not an nnx module. Also raised when the model is called, if its logits or cache have the
+        wrong shape.
     """
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
@@ -112,13 +113,14 @@ def from_linen(
 
     Args:
       module: any module that `call` supports.
-      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but the functions receive
+      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`, except that the functions receive
         `apply`, which is `module.apply` bound to the variables, instead of the module.
       call: `(apply, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`; default: call `apply` with the
         other five arguments. `apply(..., method="name")` calls a method.
 
     Raises:
-      MarsError: `module` is not a linen module, or the model is called and its logits or cache have the wrong shape.
+      MarsError: `module` is not a linen module. Also raised when the model is called, if its logits or cache have the
+        wrong shape.
     """
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")

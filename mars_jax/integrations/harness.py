@@ -57,12 +57,15 @@ CHUNK = 32
 
 
 class Answered(Exception):
-    """Exception that ends the run of a part, without a score. Its message includes the number of rows in the file."""
+    """Exception that ends the evaluation of one part of the requests, without a score.
+
+    Its message includes the number of rows in the file.
+    """
 
 
 @register_model("mars_jax")
 class MarsJax(TemplateLM):
-    """A target and its draft as a model of the harness. The arguments come from `--model_args`."""
+    """A target and its draft, as a model for the harness. The arguments come from `--model_args`."""
 
     def __init__(
         self,
@@ -85,8 +88,8 @@ class MarsJax(TemplateLM):
           choice: strings separated by "|". Every generated text is constrained to one of them, unless a task sets
             constraints in its generation_kwargs. There, `choice` is a list.
           mesh: axes with their sizes, joined by a plus because commas separate arguments: data=2+model=4.
-          rows: path of a file that stores one row per answer. A later run with the same arguments only answers requests
-            that have no row in the file.
+          rows: path of a file that stores one row per answer. A later run with the same arguments answers only the
+            requests that have no row in the file.
           part: I/N, as for `python -m mars_jax.generate`. The evaluation ends with `Answered`, without a score; a run
             without `part` then scores the rows of all parts, joined in one file.
           max_batch_size, device: ignored; the harness always passes them.
@@ -223,7 +226,7 @@ class MarsJax(TemplateLM):
 
         Args:
           chat_history: turns, each with its `role` and `content`.
-          add_generation_prompt: whether to end at the beginning of the model's answer; otherwise the string ends within
+          add_generation_prompt: whether to append the beginning of the model's answer; if False, the string ends within
             the last turn, which the model continues.
 
         Raises:
@@ -300,7 +303,7 @@ class MarsJax(TemplateLM):
         if self._ended:
             raise MarsError(f"the run of '{self._rows.path}' has ended: make another model for another run.")
         row_by_number = {row.get("id"): row for row in self._rows.rows}
-        # The requests of this call have these numbers in the whole run.
+        # Numbers of this call's requests within the whole run.
         numbers = range(self._count, self._count + len(requests))
         part = self._part or slice(0, None, 1)
         part_indices = [i for i, n in enumerate(numbers) if n % part.step == part.start]
@@ -374,7 +377,7 @@ class MarsJax(TemplateLM):
     def _generate(self, requests: Sequence[Instance], numbers: Sequence[int]) -> Iterator[str]:
         """Yield the completions of some requests, in the order of the requests."""
         queued_requests = []
-        # Make the requests of other parts too, because a request's seed depends on its index in the whole call.
+        # Create the requests of other parts too, because a request's seed depends on its index in the whole call.
         for index, request in enumerate(requests):
             context, options = cast(tuple[str, JsonObject], request.args)
             max_new_tokens, stop_strings, sampling = _options(options, self._max_gen_toks)
@@ -393,7 +396,7 @@ class MarsJax(TemplateLM):
             )
         if not queued_requests:
             return
-        # The rows in a file are in request order, so if there is a file, decode the requests in that order.
+        # A file stores rows in request order, so if there is a file, decode the requests in that order.
         order = longest_first(queued_requests) if self._rows is None else numbers
         queue = self._session.queue(queued_requests, order=order)
         queue.warm_up()
@@ -422,7 +425,7 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
         stop_strings = [stop_strings]
     # This removes both names, because Python always evaluates the default of the outer `pop`.
     limit = int(kwargs.pop("max_gen_toks", kwargs.pop("max_new_tokens", limit)))
-    # Also sample if a task sets only a temperature above 0.
+    # Also sample if a task sets a temperature above 0 but not `do_sample`.
     is_sampled = bool(kwargs.pop("do_sample", float(kwargs.get("temperature") or 0) > 0))
 
     def taken(*names: str) -> JsonObject:

@@ -97,7 +97,7 @@ def params_from_state(state: PyTree, config: mj.models.ModelConfig) -> PyTree:
       config: from `config_of`.
 
     Raises:
-      MarsError: the state lacks weights of such a model, for example because it contains only adapters.
+      MarsError: the state lacks some of the weights, for example because it contains only adapters.
     """
     state_dict: PyTree = nnx.to_pure_dict(state)
     hidden_size = config.hidden_size

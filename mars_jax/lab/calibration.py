@@ -69,7 +69,7 @@ def calibrate(
       decoding: the pair of models, and how prompts are decoded.
       problems: held-out problems. The bound holds for problems from the same distribution. Problem i is sampled
         with seed `args.seed` + i under every rule.
-      file: stores the rows, so that a run that was killed can be continued with the same arguments.
+      file: stores the rows, so that a killed run can be continued with the same arguments.
       judge: scores the answers if the risk is "judge", and is None otherwise.
       progress: called with `(done, total, text)` after every group of problems.
 
@@ -87,7 +87,7 @@ def calibrate(
     seeds = {(problem.task, problem.id): (args.seed + i) % 2**32 for i, problem in enumerate(problems)}
 
     def worth(_: Decoding, group: Sequence[Problem], answers: Sequence[Answer]) -> list[list[float] | None]:
-        """Return the worth of each answer: the negated regret per token, or the score. Higher is better."""
+        """Return the value of each answer: the negated regret per token, or the score. Higher is better."""
         if args.risk == "regret":
             return [[-answer.metrics.regret_per_token] for answer in answers]
         if judge is None:
@@ -107,7 +107,7 @@ def calibrate(
 
     def losses_at(value: float) -> tuple[np.ndarray, float]:
         rows = decode(rule_by_value[value], f"{args.setting}={value:g}")
-        # The loss of a problem is the worth of the strict rule's answer minus the worth of the tested rule's answer.
+        # The loss on a problem is the score of the strict rule's answer minus that of the tested rule's answer.
         losses = [
             strict_row["score"][0] - row["score"][0]
             for strict_row, row in zip(strict_rows, rows, strict=True)
@@ -168,7 +168,7 @@ def check_certifiable(args: argparse.Namespace, problems: Sequence[Problem]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A tested value of the threshold, or of another setting of a rule."""
+    """Result of testing one value of the threshold or of another setting of a rule."""
 
     value: float
     risk: float  # mean loss on the calibration problems
@@ -189,7 +189,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
       bound: bound on the mean loss, in (-1, 1).
       confidence: determines the size of the bets. The p-value is valid for any confidence.
 
-    Source: 2010.09686, section 3.2, via 2101.02703, equation 12.
+    Source: 2010.09686, section 3.2, as given in 2101.02703, equation 12.
 
     >>> p_value(np.zeros(400), 0.02, 0.95) < 0.05, p_value(np.full(400, 0.02), 0.02, 0.95)
     (True, 1.0)
@@ -197,7 +197,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     # Map losses and bound from [-1, 1] to the paper's range [0, 1].
     x, r = (np.asarray(losses, np.float64) + 1) / 2, (bound + 1) / 2
     num_losses = np.arange(1, len(x) + 1)
-    # The paper's running mean and variance. The prior is worth one loss: it has mean 1/2 and variance 1/4.
+    # The paper's running mean and variance. The prior counts as one loss, with mean 1/2 and variance 1/4.
     running_mean = (0.5 + np.cumsum(x)) / (1 + num_losses)
     running_variance = (0.25 + np.cumsum((x - running_mean) ** 2)) / (1 + num_losses)
     # Each bet depends only on earlier losses, so the capital is a supermartingale.
@@ -216,7 +216,7 @@ FACTORS = {0.1: 2, 0.25: 4, 0.5: 12}
 
 
 def fewest(bound: float, confidence: float) -> int:
-    """Return the number of problems that the test needs to pass if all losses are 0.
+    """Return the smallest number of problems with which the test passes if all losses are 0.
 
     >>> fewest(0.02, 0.95)
     204

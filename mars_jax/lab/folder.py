@@ -95,7 +95,7 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     # `lstat` fails, for example, if the name is too long.
     with _writing(path, flag), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
-    # The nearest existing parent, in which a new file or folder would be created.
+    # Find the path itself, or the nearest existing parent, in which a new file or folder would be created.
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{existing}', which is a file: choose another path.")
@@ -116,13 +116,13 @@ def _writing(path: Path, flag: str) -> Iterator[None]:
 
 
 def write_shared(path: Path, text: str) -> None:
-    """Write a file atomically from the first process of a mesh, which waits until the file is on disk."""
+    """Write a file atomically in the first process of a mesh, and wait there until it is on disk."""
     if hosts.is_first():
         write_whole(path, text)
 
 
 def write_shared_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically from the first process of a mesh."""
+    """Write a JSON file atomically in the first process of a mesh."""
     write_shared(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 

@@ -74,7 +74,7 @@ _LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"}
 
 
 def look(name: str) -> Look:
-    """Return the colour and marker of a rule or an arm, by the first word of its name.
+    """Return the colour and marker of a rule or an arm, chosen by the first word of its name.
 
     Variants of a rule share a colour, but have different markers.
 

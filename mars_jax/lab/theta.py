@@ -1,4 +1,4 @@
-"""Files of calibrated thresholds. `mars-jax calibrate` writes them, and every command accepts them as --theta."""
+"""Files of calibrated thresholds. `mars-jax calibrate` writes them, and every command accepts them in --theta."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
 
     Args:
       spec: spec of the rule that the user named, or None to use the rule of the file.
-      given: the settings of the rule that the user gave, from `given_settings`.
+      given: the rule settings that the user gave, from `given_settings`.
 
     Raises:
       MarsError: the rule or its settings differ from those in the file; see also `file_of`.
@@ -119,7 +119,7 @@ def file_of(given: Given) -> ThetaFile:
 
 
 def pair_fingerprints(target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> dict[str, str]:
-    """Return a fingerprint of the weights of the target, of the draft and, if it has weights, of the rule.
+    """Return fingerprints of the weights of the target, the draft and, if it has weights, the rule.
 
     In a run with several processes, all of them must call this function.
     """

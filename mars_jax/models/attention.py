@@ -241,7 +241,7 @@ def attend(
 ) -> Array:
     """Compute grouped-query attention.
 
-    The cost is proportional to `live`, rounded up to whole blocks, instead of the length of the cache.
+    The cost is proportional to `live`, rounded up to whole blocks, and not to the length of the cache.
 
     Args:
       q: [B, N, K, G, D].
@@ -354,7 +354,7 @@ def _block(q: Array, limit: int) -> int:
 
 
 def in_turns(q: Array, k: Rows) -> bool:
-    """Return whether an accelerator computes attention in blocks, which it does for caches longer than 1.25 blocks."""
+    """Return whether accelerators compute attention in blocks: they do so if the cache is longer than 1.25 blocks."""
     block = wide_block(q, k)
     return k.shape[1] > block + block // 4
 

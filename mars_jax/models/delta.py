@@ -79,11 +79,11 @@ class Span(NamedTuple):
     def of(visible: Visible, cache: RecurrentCache) -> Span:
         """Return the span of a forward pass.
 
-        A pass over more than M nodes is not a draft, so its nodes are added to the state.
+        More than M nodes cannot be a draft, so they are added to the state.
 
         Raises:
-          MarsError: `visible.seen` is set and `visible.documents` is not: the nodes form a tree, or documents are not
-            labelled.
+          MarsError: `visible.seen` is set but `visible.documents` is not. Either the nodes form a tree, or a row holds
+            several documents that are not labelled.
         """
         if visible.seen is not None and visible.documents is None:
             raise MarsError(
@@ -371,7 +371,7 @@ def _mix(
 
 
 def _first(x: Array, count: Array) -> Array:
-    """Set x [B, H, L, .] to 0 after the first `count` i32[B] tokens. Tokens whose gates are 0 do not change a state."""
+    """Set x [B, H, L, .] to 0 after the first `count` i32[B] tokens. Tokens with gates of 0 do not change the state."""
     is_read = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < count[:, None]
     return jnp.where(is_read[:, None, :, None], x, 0)
 

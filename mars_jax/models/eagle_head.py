@@ -85,7 +85,7 @@ class EagleConfig(FeatureHead):
             layer=layers_like(target),
             target_hidden_size=target.hidden_size,
             draft_vocab_size=min(32000, target.vocab_size),
-            # SafeAILab's heads read these layers: near the start, in the middle and near the end of the target.
+            # As in SafeAILab's heads: layers near the start, in the middle and near the end of the target.
             feature_layers=tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)})),
         )
 

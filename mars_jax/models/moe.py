@@ -195,7 +195,7 @@ def experts_mlp(
 
     Args:
       layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M], and optional biases. If
-        there is a `score_bias` [X], the routing weights are sigmoids of the router's logits instead of probabilities.
+        there is a `score_bias` [X], the routing weights are sigmoids of the router's logits instead of their softmax.
         The bias is added to them only to choose the experts.
       x: [B, N, E].
       activation: name of an activation in `layers.ACTIVATIONS`.
@@ -239,8 +239,8 @@ def experts_mlp(
     else:
         mixed = _mix(matrices, tokens, share, expert_ids, gated, None)
     if "expert_down_bias" in layer:
-        # Add the bias outside `local`, so that it is added only once, even if several devices each have some of an
-        # expert's hidden units.
+        # Add the bias outside `local`, so that it is added only once, even if an expert's hidden units are spread over
+        # several devices.
         mixed += jnp.einsum("tc,tce->te", share, layer["expert_down_bias"][expert_ids].astype(jnp.float32))
     return mixed.astype(x.dtype).reshape(x.shape)
 
@@ -274,7 +274,7 @@ def _mix(
       tokens: [T, E].
       share: f32[T, C]; routing weights of the experts.
       expert_ids: i32[T, C]. Experts on other devices contribute nothing.
-      gated: computes the inputs of `expert_down` from the outputs of `expert_gate` and `expert_up`.
+      gated: function that computes the inputs of `expert_down` from the outputs of `expert_gate` and `expert_up`.
       first: i32[]; index of this device's first expert; None: all experts are on this device.
     """
     experts, count = matrices["expert_gate"].shape[0], expert_ids.shape[1]

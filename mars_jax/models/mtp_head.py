@@ -72,7 +72,7 @@ class MtpConfig(FeatureHead):
 
     kind = "mtp"
     title = "MTP module"
-    target_layers: int  # number of the target's layers
+    target_layers: int  # number of layers in the target
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:

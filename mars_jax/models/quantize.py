@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 @struct.dataclass
 class Int8:
-    """A matrix [..., out, in], or an embedding table [rows, width], in 8 bits with one scale per output or row."""
+    """A matrix [..., out, in] or embedding table [rows, width], stored at 8 bits, with one scale per output or row."""
 
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
@@ -73,10 +73,10 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] in 4 bits, in groups of G inputs. The class also represents GGUF's Q4_0, Q4_1 and Q4_K.
+    """A matrix [out, in] stored at 4 bits per weight, in groups of G inputs.
 
-    The input dimensions come first, because a TPU multiplies matrices in this layout. If the outputs came first, the
-    TPU would rearrange the weights in every step.
+    The class also represents GGUF's Q4_0, Q4_1 and Q4_K. The input dimensions come first, because a TPU multiplies
+    matrices in this layout. If the outputs came first, the TPU would rearrange the weights in every step.
     """
 
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and computes with it slowly
@@ -100,7 +100,7 @@ class Int4:
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
         """Return a `Leaf` for each array of a matrix of this shape, in the order of the fields.
 
-        If the inputs are sharded, the groups are divided over the devices. If their number does not divide evenly, the
+        If the inputs are sharded, the groups are divided over the devices. If the groups do not divide evenly, the
         inputs are replicated.
         """
         size = group or group_size(shape[1])
@@ -162,7 +162,7 @@ Quantized = Int8 | Int4 | Mxfp4
 def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
     """Return the class for a matrix, or a stack of matrices, with this shape and 4 or 8 bits.
 
-    In 4 bits, a single matrix is `Int4` and a stack is `Mxfp4`.
+    At 4 bits, a single matrix is `Int4` and a stack is `Mxfp4`.
 
     >>> form_of(4, (64, 32)).__name__, form_of(4, (8, 64, 32)).__name__
     ('Int4', 'Mxfp4')
@@ -270,10 +270,10 @@ unquantised."""
 
 
 def bits_of(row: Weight, bits: int | None) -> int | None:
-    """Return the number of bits in which to store a weight if `bits` are requested, or None to keep its dtype.
+    """Return the number of bits at which to store a weight if `bits` are requested, or None to keep its dtype.
 
     Norms, biases and the weights in `_PRECISE` are never quantised. If 4 bits are requested, embeddings, experts, and
-    matrices whose number of inputs is not a multiple of 32 are stored in 8 bits.
+    matrices whose number of inputs is not a multiple of 32 are stored at 8 bits.
     """
     if bits is None or row.init != "normal" or row.path[-1] in _PRECISE:
         return None

@@ -1,9 +1,9 @@
 """Shardings of weights on a mesh: trees of `NamedSharding` with the structure of params.
 
 Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and the vocabulary are sharded, so a layer
-needs one all-reduce after attention and one after its MLP. Whole experts are distributed over devices. If that does not
-use the mesh axis `model`, this axis shards the hidden units of each expert. The rows of a batch are sharded over
-`data`, which needs no communication.
+needs one all-reduce after attention and one after its MLP. Whole experts are distributed over devices. If the mesh axis
+`model` is not used for this, it shards the hidden units of each expert. The rows of a batch are sharded over `data`,
+which needs no communication.
 
 Tested against an unsharded run (tests/mesh/test_shardings.py).
 """

@@ -149,7 +149,7 @@ def _project(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], and the output gates [B, N, K * G, D] or None.
 
-    The shapes of the matrices determine the number of heads, which is smaller on a shard.
+    The number of heads is taken from the shapes of the matrices, because a shard has fewer heads.
     """
     if config.latent is not None:
         return *latent_attention.project(config, config.latent, layer, x, rotation), None

@@ -1,7 +1,7 @@
-"""A class that decodes one request after another with the same caches, and conversations built on it.
+"""Decoding of one request after another with the same caches, and conversations that use it.
 
-Only prompt tokens that are not yet in the caches are prefilled. B rows, of which one decodes and the others only pad
-the batch for a mesh. T token buffer. Tested against each request decoded from a new state
+Only prompt tokens that are not yet in the caches are prefilled. B rows: one decodes, and the others only pad the
+batch for a mesh. T token buffer. Tested against each request decoded from a new state
 (tests/serve/test_running.py).
 """
 
@@ -101,8 +101,8 @@ class Running:
         state = self._queue and self._queue.state
         self._queue = None  # the state's buffers are donated, even if an error follows
         with prepared.target.on_mesh():
-            # For a prompt of one token, start from a new state: a draft head would read features of the previous
-            # request.
+            # For a prompt of one token, start from a new state. Otherwise, a draft head would read features of the
+            # previous request.
             has_one_token = len(prepared.requests[0].prompt_tokens) == 1
             if state is None or prepared.decoder != self._decoder or has_one_token:
                 state = _unread(prepared.decoder, prepared.params, prompts)
@@ -207,7 +207,7 @@ class Chat:
         return finished_event.completion
 
     def stream(self, text: str) -> Generator[Said | Finished, None, None]:
-        """Answer a user turn like `say`, but yield the answer while it is decoded.
+        """Answer a user turn as `say` does, but yield the answer while it is decoded.
 
         If the iterator is closed early, the text so far becomes the answer; if there is no text yet, the turn is not
         added. The next turn, `undo` and `clear` close the iterator.
@@ -272,6 +272,6 @@ class Chat:
         return text
 
     def clear(self) -> None:
-        """Start a new conversation. A prefix that it shares with the old one is not prefilled again."""
+        """Start a new conversation. A prefix shared with the old conversation is not prefilled again."""
         self._close()
         self.messages = []

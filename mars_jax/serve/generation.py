@@ -48,7 +48,7 @@ def generate(
       verify: verification rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`. The default, `verify.exact()`,
         does not change the target's output. Each numeric setting of the rule is one value for all prompts, or one
         per prompt.
-      batch_size: number of rows that decode in parallel. Default: as many as fit in memory, but at most 128 (16 on a
+      batch_size: number of rows to decode in parallel. Default: as many as fit in memory, but at most 128 (16 on a
         CPU) for each device along the mesh axis `data`.
       chat: treat each string as a user turn and apply the chat template to it. Chat answers also end at the tokenizer's
         end-of-text and end-of-turn tokens; see `Pretrained.chat_stop_tokens`. For prompts given as token ids, `chat`
@@ -125,7 +125,7 @@ def generate_iter(
       An iterator of `Finished(index, completion)`, with the index of the prompt and its `Completion`.
 
     Raises:
-      MarsError: see `generate`. The error is raised when the function is called, not at the first completion.
+      MarsError: see `generate`. It is raised when the function is called, not when the iterator is first advanced.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP

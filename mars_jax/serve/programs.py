@@ -120,7 +120,7 @@ def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
 
 
 def _cpu_features() -> list[str]:
-    """Return the CPU features of this machine, if the system lists them, because a program may use any of them."""
+    """Return the CPU features of this machine, if the system lists them. A program may use any of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

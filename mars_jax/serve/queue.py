@@ -118,11 +118,14 @@ class Queue:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion as it ends. If not `early`, those of the last rows wait until all rows have ended."""
+        """Yield each completion as it ends.
+
+        Unless `early` is set, the completions of the last rows are held back until all rows have ended.
+        """
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
-        """Yield each completion as it ends and, if the queue is `telling`, new tokens. `early` is as for `finished`."""
+        """Yield each completion as it ends and, if `telling` is set, new tokens. `early` works as in `finished`."""
         state, stats = self._first()
         completions: Iterator[Finished] = iter(())
         while any(index is not None for index in self._holds):
@@ -279,7 +282,8 @@ class Queue:
         This way, arrays have the same shapes in every prefill. One prompt is enough to keep a device busy, because
         prefill chunks have hundreds of tokens (`prefill.chunk_of`).
         """
-        if self._prepared.drafter.steps is not None:  # a drafter with its own steps starts all rows together
+        # A drafter that runs its own steps starts all rows together.
+        if self._prepared.drafter.steps is not None:
             if not self._waiting or any(index is not None for index in self._holds):
                 return state, stats
             self._steps = self.state = None
@@ -376,7 +380,7 @@ class Shares(enum.IntEnum):
 def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
     """Choose which shared prompt tokens to prefill only once, for requests in this order.
 
-    Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Prefixes are shared only if this
+    Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Prefixes are shared only if that
     saves at least half of the prefill forward passes and at least `SAVED` tokens. Sharing has costs: prompts are
     prefilled one after the other, and one more program is compiled.
     """

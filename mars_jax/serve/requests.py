@@ -36,7 +36,7 @@ Schema = Mapping[str, object] | str | os.PathLike[str]
 
 
 class Options(TypedDict, total=False):
-    """Options of requests. Each is one value for all prompts, or one value per prompt; see `generate`.
+    """Options of requests. Each option has one value for all prompts, or one value per prompt; see `generate`.
 
     >>> chosen: Options = {"temperature": 0.7, "seed": [3, 4]}
     >>> sorted(Options.__optional_keys__)[:2]
@@ -370,8 +370,8 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     """Return a list with the value of an option for each of `count` prompts."""
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()
-    # A list contains one value per prompt, except for spans, which apply to all prompts. If a single value is already a
-    # list, as for `_SEQUENCES`, only a list of lists contains one value per prompt.
+    # A list contains one value per prompt, except for spans, which apply to all prompts. For the options in
+    # `_SEQUENCES`, a single value is already a list, so only a list of lists contains one value per prompt.
     per_prompt = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
     if name in _SEQUENCES:
         per_prompt = per_prompt and any(
@@ -391,7 +391,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
       MarsError: the value has the wrong type or is out of range.
     """
     if name in REQUEST:
-        # `from_json` compares types exactly, so convert scalars of NumPy and JAX to Python numbers.
+        # `from_json` compares types exactly, so convert NumPy and JAX scalars to Python numbers.
         return REQUEST[name].from_json(value.item() if isinstance(value, np.generic | jax.Array) else value)
     if name == "stop_tokens":
         return _ids(target, name, value)

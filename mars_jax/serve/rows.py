@@ -413,7 +413,7 @@ def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     if weight.ndim < 2 or not weight.size:
         return weight
     outer_shape = weight.shape[:-1]
-    # `unique` removes numbers that occur twice because the weight has fewer than `ROWS` rows.
+    # `unique` removes indices that are repeated because the weight has fewer than `ROWS` rows.
     row_numbers = np.unique(np.linspace(0, math.prod(outer_shape) - 1, ROWS).round().astype(np.int64))
     row_indices = tuple(axis.astype(np.int32) for axis in np.unravel_index(row_numbers, outer_shape))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:

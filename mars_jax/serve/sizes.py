@@ -75,7 +75,7 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
 
 def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[list[float]]:
     """Measure the seconds per step for each size, in several rounds. Return one list for each round."""
-    # All sizes run the same compiled program, in which the costs determine the size.
+    # All sizes share one compiled program, which chooses the size from the costs.
     num_sizes = len(prepared.drafter.params.costs)
     by_size = [prepared.drafting(with_size(prepared.drafter, size)) for size in range(num_sizes)]
 

@@ -145,7 +145,7 @@ def _pairs(ids: Array, scores: Array) -> tuple[TopTokens, ...]:
 
 
 class Rows(NamedTuple):
-    """The parts of a batch's state from which completions are made."""
+    """The parts of a batch's state from which completions are built."""
 
     tokens: np.ndarray  # i32[B, T]
     length: np.ndarray  # i32[B]
@@ -158,7 +158,7 @@ def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds
     """Build the completion of one row from the batch's final state.
 
     Args:
-      target, request: target, and request of the row.
+      target, request: the target, and the request that the row decodes.
       row: index of the row in the batch.
       rows: state of the batch, on the host.
       seconds: value of `Completion.seconds`.

@@ -84,7 +84,7 @@ def kept_bytes(folder: str, *key: object) -> bytes | None:
 
 
 def keep_bytes(compute: Callable[[], bytes], folder: str, *key: object) -> None:
-    """Store the bytes that `compute` returns under a key (see `kept_bytes`). Do nothing if caching is disabled."""
+    """Call `compute` and store its result under a key (see `kept_bytes`). Do nothing if caching is disabled."""
     path = _kept_path(folder, key)
     if path is None:
         return

@@ -143,7 +143,7 @@ def short_repr(value: object) -> str:
     type_text = f"of type {type(value).__name__}"
     if not isinstance(value, numbers.Number | str | bytes | list | tuple | dict | set | type(None)):
         return type_text
-    if isinstance(value, int) and value.bit_length() > 999:  # Python cannot format thousands of digits
+    if isinstance(value, int) and value.bit_length() > 999:  # Python refuses to format thousands of digits
         return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)

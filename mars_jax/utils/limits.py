@@ -1,7 +1,7 @@
 """Upper limits on values from users and files. Each limit is checked once, when the value is read.
 
-Every limit is higher than any published model or real prompt needs, and low enough that a larger value is rejected
-within 5 seconds of processor time and 1.5 GB of memory. SECURITY.md lists the limits. Tests: tests/test_limits.py.
+Every limit is higher than any published model or real prompt needs, and low enough that rejecting a larger value takes
+at most 5 seconds of processor time and 1.5 GB of memory. SECURITY.md lists the limits. Tests: tests/test_limits.py.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def location_of(code: Callable[..., object]) -> str:
 
 
 def described(value: Any) -> str:
-    """Describe a value for a message. Arrays are described by their dtype and shape.
+    """Describe a value for an error message. Arrays are described by their dtype and shape.
 
     >>> import numpy as np
     >>> described(np.zeros((2, 3), np.float32)), described(None), described({"a": 1})

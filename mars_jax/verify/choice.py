@@ -1,4 +1,4 @@
-"""The name and settings of a rule that a user has chosen with flags, in a file or in a benchmark arm.
+"""The name and settings of a rule that a user has chosen by flags, in a file or in a benchmark arm.
 
 Call `verify.load(choice.spec, target, **choice.settings)` to build the rule of a `RuleChoice`.
 """
@@ -141,7 +141,7 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def not_in(choice: RuleChoice, name: str) -> str:
-    """Return the second part of an error message about a setting that does not apply to a rule: the reason and the fix.
+    """Return the reason and the fix, for an error message about a setting that does not apply to a rule.
 
     >>> not_in(RuleChoice("exact", {}), "tau")
     'the rule exact, which has no settings: leave it out, or verify with simulated'

@@ -1,6 +1,6 @@
 """Lossless rule for drafts that are a deterministic function of the committed tokens.
 
-Tested against exact enumeration and chi-square tests in tests/verify/.
+Tested by exact enumeration and with chi-square tests (tests/verify/).
 
 Dimensions: B batch, N nodes.
 """
@@ -50,10 +50,10 @@ class Exact(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """Verify like `__call__`, but also accept the edges in `allowed`, unless the target chose a stop token."""
+        """Verify as `__call__` does, but also accept the edges in `allowed`, unless the target chose a stop token."""
         tree, controls = evidence.tree, evidence.controls
         y = target_tokens(evidence)
-        target_token = at_parent(tree, y)  # i32[B, N]; y at each node's parent; exact nodes have this token
+        target_token = at_parent(tree, y)  # i32[B, N]; y at each node's parent; the token of exact nodes
         if allowed is not None:
             # If the edge is not relaxed, the row emits y. If y is a stop token, it must be emitted, so do not relax the
             # edge.

@@ -37,8 +37,7 @@ class Lossy(Rule):
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """Return the depth down to which edges must be exact, i32[B]. In strict rows, all edges must be exact."""
-        # An edge to depth d emits the generated token with number `generated` + d, so the prefix ends at depth
-        # `remaining`.
+        # An edge to depth d leads to generated token number `generated` + d, so the prefix ends at depth `remaining`.
         remaining = jnp.maximum(self.exact_prefix - evidence.generated, 0)
         return jnp.where(evidence.controls.strict, ALL_EDGES, remaining)
 

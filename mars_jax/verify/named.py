@@ -40,7 +40,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     if is_own(spec):
         return _load_user_rule(spec, definition, settings)
     base = None
-    # `base` may be a rule object instead of a name. The class of the rule checks it.
+    # `base` may be a rule object instead of a name. The constructor of the rule checks this object.
     if "base" in definition.settings and callable(settings.get("base")):
         base = settings.pop("base")
     settled = definition.settle(settings)

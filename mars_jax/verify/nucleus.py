@@ -29,8 +29,8 @@ from mars_jax.verify.relaxed import Relaxed, base_setting
 class Nucleus(Relaxed):
     """Also accept tokens in the nucleus of the target's distribution.
 
-    Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if `rejection` accepts it (u <= p(x) / q(x)), or if
-    x is in the nucleus of p. A token is in the nucleus if the tokens that are more likely than it have a total
+    Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if `rejection` accepts it (u < p(x) / q(x)), or if x
+    is in the nucleus of p. A token is in the nucleus if the tokens that are more likely than it have a total
     probability below `mass`.
 
     After a rejection, the next token is drawn from norm((p - q)+) as usual. In one step, the total variation distance

@@ -57,7 +57,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
     can_relax = allowed.edges & (tree.tokens >= 0)
 
     def override(walk: _WalkState) -> tuple[Array, Array, Array, Array]:
-        """For each row, return whether it relaxes an edge, the child of this edge, the run length before it, and the
+        """Return, for each row, whether it relaxes an edge, the child of this edge, the run length before it, and the
         total cost including it."""
         # If the rule emits the token of a child anyway, taking the edge to this child is not a relaxation.
         children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])

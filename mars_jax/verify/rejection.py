@@ -78,8 +78,8 @@ class Rejection(Rule):
 
         The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token,
         and verifies the tokens below it as a new draft. With `block=True`, the verification of the new draft is only
-        approximately lossless: its tokens influenced where the first block stopped, so they are no longer samples from
-        q.
+        approximately lossless: its tokens influenced the position at which the first block stopped, so they are no
+        longer samples from q.
         """
         if self.block:
             check_chain(evidence.tree, self.name)
@@ -162,8 +162,8 @@ class _Ratios:
         def at_drafted(logits: Array, norm: Array) -> Array:
             drafted_logit = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
             # The logits of node i predict the token of node i + 1, and the last logits predict no node, so drop the
-            # last norm. Limit the result to log 1: if q were rounded above 1, a token with probability 1 could be
-            # rejected.
+            # last norm. Limit the result to log 1: if rounding made q exceed 1, a token with probability 1 could
+            # be rejected.
             return jnp.minimum(drafted_logit - norm[:, :-1], 0.0)
 
         # In a deterministic draft, q(x) is 1 for each drafted token x, so log(p / q) is log p.

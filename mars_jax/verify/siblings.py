@@ -61,7 +61,7 @@ def descend(
 ) -> tuple[Array, Array]:
     """Descend a tree by rejection sampling, for siblings that were drawn from q without replacement.
 
-    Siblings are tried in the order of their ids. At a node with distributions p and q, accept the first child x if u <=
+    Siblings are tried in the order of their ids. At a node with distributions p and q, accept the first child x if u <
     p(x) / q(x), for a random number u. Otherwise, replace p with norm((p - q)+), set q(x) to 0, normalise q, and try
     the next child against these residuals. If no child is accepted, the next token must be drawn from the residual of
     p. See SpecInfer (arXiv 2305.09781, Algorithm 2), and EAGLE (arXiv 2401.15077) for siblings without replacement.

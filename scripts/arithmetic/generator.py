@@ -72,7 +72,7 @@ def generate(count: int, *, split: str, seed: int = 0) -> Iterator[Exercise]:
 def drill(count: int, *, seed: int = 0) -> Iterator[str]:
     """Generate lines of 16 bare equations, which cover every fact that a step of a problem can need.
 
-    A word problem takes about 75 tokens to state one or two facts; this training text consists only of facts.
+    A word problem takes about 75 tokens to state one or two facts, whereas a drill consists only of facts.
     """
     # `_equation` favours sums and differences: there are 4,843 of them, but only 144 products and quotients.
     for index in range(count):
@@ -121,7 +121,7 @@ def _kinds(number: int, rng: Random) -> list[Kind]:
 
 
 def _operands(sign: str, left: int) -> Sequence[int]:
-    """Return the right operands that keep results in 1..100 and stay within the multiplication table up to 10 * 9."""
+    """Return the right-hand operands that keep results in 1..100, within the multiplication table up to 10 * 9."""
     if sign == "+":
         return range(2, min(30, 100 - left) + 1)
     if sign == "-":
@@ -145,12 +145,12 @@ def _equation(rng: Random) -> str:
 
 
 def _key(steps: list[_Step]) -> str:
-    """Return the kinds of steps and the numbers of a problem, such as `gain 5/lose 3/12`."""
+    """Return a string of the kinds of steps and the numbers of a problem, such as `gain 5/lose 3/12`."""
     return "/".join([*(f"{step.kind.name} {step.right}" for step in steps), str(steps[0].left)])
 
 
 def _split(steps: list[_Step]) -> str:
-    """Return the split of a problem. The hash of its key assigns a tenth of all problems to evaluation."""
+    """Return the split of a problem. A hash of the key assigns about a tenth of all problems to evaluation."""
     return "train" if hashlib.sha256(_key(steps).encode()).digest()[0] % 10 else "eval"
 
 

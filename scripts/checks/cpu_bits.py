@@ -2,10 +2,11 @@
 
     python -m scripts.checks.cpu_bits --keep scripts/results/cpu_bits.json
 
-Each dtype decodes the same prompt greedily, and so does transformers with the same file in float32 and bfloat16. All of
-them take turns in one process. `stand-in` is the model of scripts/checks/first_token.py. `qwen2.5-0.5b` has the shapes
-of Qwen2.5-0.5B but is not stored in a file, so it is not compared with transformers. The weights of `stand-in` and
-`qwen2.5-0.5b` are random. The loss is the cross-entropy per token; it is not measured for models with random weights.
+The same prompt is decoded greedily in each dtype, and also by transformers from the same file in float32 and bfloat16.
+All variants take turns in one process. `stand-in` is the model of scripts/checks/first_token.py. `qwen2.5-0.5b` has the
+shapes of Qwen2.5-0.5B but is not stored in a file, so it is not compared with transformers. The weights of `stand-in`
+and `qwen2.5-0.5b` are random. The loss is the cross-entropy per token; it is not measured for models with random
+weights.
 """
 
 from __future__ import annotations

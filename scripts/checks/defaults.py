@@ -6,8 +6,8 @@
 Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns on each prompt, so that a
 temporary slowdown of the machine affects all of them. As in a session, programs are compiled and step costs are
 measured in advance. The report is written after every prompt, and a later run with the same settings continues it.
-`--data` is the folder with the prompt sets. The default of this flag is `data/eval` in the folder given by the
-environment variable MARS_JAX_SHARED.
+`--data` is the folder with the prompt sets. It defaults to `data/eval` in the folder given by the environment variable
+MARS_JAX_SHARED.
 """
 
 from __future__ import annotations

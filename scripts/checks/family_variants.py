@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 def longrope(pairs: int, kind: str = "longrope") -> Json:
-    """Return LongRoPE settings with divisors that begin near 1 and grow, like the published ones."""
+    """Return LongRoPE settings with divisors that begin near 1 and grow, as the published ones do."""
     short, long = np.linspace(1.0, 3.0, pairs), np.geomspace(1.0, 60.0, pairs)
     return {"type": kind, "short_factor": short.tolist(), "long_factor": long.tolist()}
 
@@ -185,7 +185,7 @@ VARIANTS: dict[str, Json] = {
 
 
 def shrink(data: Json) -> Json:
-    """Return the config of a small model with the settings of a published one."""
+    """Return the config of a small model that keeps the other settings of a published config."""
     heads = data.get("num_attention_heads", 32)
     group = min(heads // data.get("num_key_value_heads", heads), 4)
     ratio = CONTEXT / data.get("max_position_embeddings", 4096)

@@ -4,7 +4,7 @@
 
 Each run starts a new process that decodes 16 tokens with the default draft. The first run has an empty cache folder
 ("cold"), and the other runs use the files that it stored ("warm"). This script writes `stand-in`, a Gemma 3 model with
-280 million random weights in Q4_K and a vocabulary of 262,144 tokens.
+281 million random weights in Q4_K and a vocabulary of 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def write_stand_in(path: Path) -> Path:
 
 
 def run(model: str, cache: Path) -> dict[str, float]:
-    """Run the command in a new process, and return its wall time and processor seconds."""
+    """Run the command in a new process, and return its wall time and its processor time, in seconds."""
     command = [sys.executable, "-m", "mars_jax.generate", "--target", model, "--max-new-tokens", "16", PROMPT]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     # Store bytecode in the cache folder so that only the first run compiles the modules, as in an installed package.

@@ -47,7 +47,7 @@ CHAIN = 5
 
 
 class Command(NamedTuple):
-    """A command line, with {} for its folder, and the output that exists only after the command has finished."""
+    """A command line, with {} in place of the folder, and the output that exists only once the command has finished."""
 
     name: str
     argv: str

@@ -6,18 +6,18 @@
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
-The operators come from mutmut (libcst). The runner of mutmut does not work with jax. mutmut switches mutants on when
-functions are called, and skips decorated functions, so it misses jitted functions. For each changed function, mutmut
-runs the tests that were seen to call it in an initial run, but a program that is already compiled no longer calls its
-Python functions. This script therefore imports jax and forks for each mutant. In the fork, the changed source is loaded
+The operators come from mutmut (libcst). mutmut's own runner does not work with JAX: it selects the mutant each time a
+function is called, and skips decorated functions, so it misses jitted functions. For each changed function, mutmut runs
+the tests that were seen to call it in an initial run, but a program that is already compiled no longer calls its Python
+functions. This script therefore imports jax and forks for each mutant. In the fork, the changed source is loaded
 instead of the module's file. The checkout stays unchanged.
 
 Mutants are drawn with a seed, in equal numbers from each of five packages of mars_jax. Within a package, the draw
-cycles through the operators, because most possible mutants drop an argument, which any test would catch. Docstrings,
-annotations, error messages and code for type checkers are not changed. For each mutant, the script runs the fast tests
-of its package, of tests/matrix and of the packages that import the file, until a test fails or the budget of processor
-seconds is spent. A survivor counts as a gap in the tests until it is explained. Only the first pass of a seed measures
-how good the tests are, because tests for its survivors are added afterwards.
+cycles through the operators, because otherwise most mutants would only drop an argument, which any test would catch.
+Docstrings, annotations, error messages and code for type checkers are not changed. For each mutant, the script runs the
+fast tests of the changed file's package, those of the packages that import the file, and those in tests/matrix, until a
+test fails or the budget of processor seconds is spent. A survivor counts as a gap in the tests until it is explained.
+Only the first pass of a seed measures how good the tests are, because tests for its survivors are added afterwards.
 
 Writes scripts/results/mutants_SEED.json after each mutant.
 """
@@ -66,10 +66,10 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 class Order:
     """A pytest plugin that orders tests, runs them until the processor seconds are spent, and records their outcomes.
 
-    The tests given to --first run first. Next are the quick tests that run for every package and the tests that killed
+    The tests named by --first run first. Next are the quick tests that run for every package and the tests that killed
     other mutants of the file, then the tests named after the file, and then the folders in the order of `tests_of`. In
-    each group, quick tests run before slow ones. If the file defines a rule, only the cases of this rule in the test
-    suite for rules run.
+    each group, quick tests run before slow ones. If the file defines a rule, the test suite for rules runs only this
+    rule's cases.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def tests_of(file: str) -> list[str]:
 
 
 def importers(file: str) -> list[str]:
-    """Return the modules of the package that import a module, anywhere in their code."""
+    """Return the modules of the package that import a given module, anywhere in their code."""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     files = []
     for path in sorted((ROOT / "mars_jax").rglob("*.py")):
@@ -55,7 +55,7 @@ def importers(file: str) -> list[str]:
 
 
 class Places(cst.CSTVisitor):
-    """A visitor that collects all changes that the operators can make, except those that no test could notice."""
+    """A visitor that collects all changes that the operators can make, except those that no test could detect."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -92,7 +92,7 @@ class Mutant(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The changed source of the file."""
+        """The source of the file after the change."""
         return cst.ensure_type(self.module.deep_replace(self.node, self.changed), cst.Module).code
 
     @property

@@ -2,9 +2,9 @@
 
     python -m scripts.checks.recurrent_states --output scripts/results/recurrent_states.json
 
-`models.delta` stores the inputs. Sizes are the bytes of one row's cache without keys and values, with float32 states
+`models.delta` stores the inputs. Sizes are in bytes, for one row's cache without keys and values, with float32 states
 and bfloat16 inputs. Times are for the recurrence of one layer without its projections, at the published sizes and batch
-1. Half of the previous draft is assumed to be accepted.
+1. Half of the previous draft is assumed to have been accepted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bytes_per_row(layers: int, nodes: int) -> dict[str, int]:
 
 
 def arms(nodes: int) -> dict[str, Callable[[], Any]]:
-    """Return two functions by name. Each takes no arguments and runs a step of one layer in one of the two ways."""
+    """Return two functions, keyed by name; each runs a step of one layer in one of the two ways."""
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 16, nodes, 128)) * 128**-0.5
     v = jax.random.normal(jax.random.key(1), (1, 16, 2, nodes, 128))
     log_decay, rate = jnp.full((1, 16, 2, nodes), -0.1), jnp.full((1, 16, 2, nodes), 0.5)

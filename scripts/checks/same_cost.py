@@ -2,12 +2,12 @@
 
     python -m scripts.checks.same_cost --old REV --output FILE
 
-Each case reports the number of instructions in the optimised HLO of `run`, the bytes that XLA counts, and the time to
-decode a prompt. Two processes, one for each commit, take turns at decoding the same prompt. The memory layout of a
-process makes it a few percent faster or slower for its lifetime, so the processes are started several times. Each ratio
-is new over old. The 95% bounds of a ratio come from a bootstrap of the median, which resamples the starts of the
-processes and the pairs of turns within each start. Imports are also timed in pairs. On a shared machine, pin the script
-to a core (`taskset -c 0`).
+Each case reports the number of instructions in the optimised HLO of `run`, XLA's estimate of the bytes accessed, and
+the time to decode a prompt. Two processes, one for each commit, take turns at decoding the same prompt. The memory
+layout of a process makes it a few percent faster or slower for its lifetime, so the processes are started several
+times. Each ratio is new over old. The 95% bounds of a ratio come from a bootstrap of the median, which resamples the
+starts of the processes and the pairs of turns within each start. Imports are also timed in pairs. On a shared machine,
+pin the script to a core (`taskset -c 0`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cach
 def one_start(
     case: str, checkouts: dict[str, Path], pairs: int, cache: Path
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the reports of both processes, and the seconds of all their turns except the first, which is a warm-up."""
+    """Return the reports of both processes, and the seconds that each turn took, except the first, a warm-up."""
     with contextlib.ExitStack() as stack:
         workers = {
             name: stack.enter_context(
@@ -134,7 +134,7 @@ def one_start(
 
 
 def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
-    """Compare the times of `import mars_jax`, with and without accessing the names that an embedded loop needs."""
+    """Compare the import times of the checkouts, with and without access to the names that an embedded loop needs."""
     code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
     code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
     seconds: dict[str, list[list[float]]] = {name: [] for name in checkouts}

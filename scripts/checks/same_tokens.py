@@ -55,7 +55,7 @@ WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}
 
 
 def rules(target: Any) -> dict[str, Any]:
-    """Return all registered rules with their weights, each on every base that it supports."""
+    """Return all registered rules, loaded with their weights, over every base that they support, and some variants."""
     import jax
 
     import mars_jax as mj

@@ -1,4 +1,4 @@
-"""Numbers for the page about checks: cost of tests, comparisons with older commits, model families, kills, mutants."""
+"""Figures for the page about checks: cost of tests, comparisons with older commits, model families, kills, mutants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scripts.common import RESULTS, load, span
 
 
 def figures() -> dict[str, Any]:
-    """Return the variables of the page."""
+    """Return the variables of the page's template."""
     return {
         "checks": checks(),
         "same_cost": same_cost(),
@@ -36,7 +36,7 @@ def checks() -> dict[str, Any]:
 
 
 def same_cost() -> dict[str, Any]:
-    """Return, from same_cost.json, the cost of steps and imports relative to an older commit."""
+    """Return the cost of steps and imports relative to an older commit, from same_cost.json."""
     report = load("same_cost.json")
     return {
         "old": report["old"],
@@ -72,7 +72,7 @@ def same_tokens() -> dict[str, Any]:
 
 
 def family_variants() -> dict[str, Any]:
-    """Return the variants of published configs in family_variants.json, and the number with each outcome."""
+    """Return the variants of published configs in family_variants.json, and the number per outcome."""
     rows = load("family_variants.json")["variants"]
     return {
         "counts": collections.Counter(row["outcome"] for row in rows),
@@ -89,7 +89,7 @@ def family_variants() -> dict[str, Any]:
 
 
 def recurrent_states() -> dict[str, Any]:
-    """Return, from recurrent_states.json, sizes and times of two ways to undo rejected tokens in recurrent layers."""
+    """Return sizes and times of two ways to undo rejected tokens in recurrent layers, from recurrent_states.json."""
     rows = load("recurrent_states.json")["rows"]
     ratios = {row["nodes"]: row["time_ratio"] for row in rows}
     ways = {"states": "state", "inputs": "inputs (1)", "all_states": "all states (2)"}
@@ -120,7 +120,7 @@ def kills() -> dict[str, Any]:
 
 
 def mutants() -> list[dict[str, Any]]:
-    """Return the variables of each mutants_SEED.json, in the order of the seeds."""
+    """Return the template variables for each mutants_SEED.json, in the order of the seeds."""
     return [_draw(load(path.name)) for path in sorted(RESULTS.glob("mutants_*.json"))]
 
 

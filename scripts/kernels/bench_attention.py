@@ -3,8 +3,8 @@
     python -m scripts.kernels.bench_attention --output scripts/results/bench_attention_h100.json
 
 The arrays are in bfloat16, and 4,160 of 4,736 slots are live. Each implementation is called in a loop on the device.
-Times are per call, in the faster of two loops. "off" is the largest difference from the output of the first
-implementation. `FLASH_QUERIES` in `models/attention.py` was chosen from these measurements.
+Times are per call, from the faster of two loops. "off" is the largest difference from the output of the first
+implementation. The choice of `FLASH_QUERIES` in `models/attention.py` is based on these measurements.
 """
 
 from __future__ import annotations

@@ -41,8 +41,11 @@ def timed_in_turns(
 
 
 def entry(name: str, bytes_read: int, timed: dict[str, Any], copy: str | None) -> dict[str, Any]:
-    """Return a record. If `copy` is the name of a form that copies the operands, use its time to add the floor and each
-    form's share of the bandwidth."""
+    """Return a record of the timed forms.
+
+    `copy` is the name of the form that copies the operands, or None. If given, the record also contains the floor and
+    each form's share of the bandwidth, both computed from the time of the copy.
+    """
     result: dict[str, Any] = {"name": name, "bytes_read": bytes_read, "forms": timed}
     if copy is not None:
         floor = timed[copy]["median_ms"] / 2
@@ -68,8 +71,8 @@ def bench_stats(shape: tuple[int, ...], dtype: Any, repeats: int) -> dict[str, A
         "top_k logsumexp": lambda z: (top_k(z), jax.nn.logsumexp(z.astype(jnp.float32), axis=-1)),
     }
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # For bfloat16, XLA's top_k sorts on a CPU, which is 100 times slower. Widen the logits first, for a fair
-        # comparison.
+        # On a CPU, XLA implements a bfloat16 top_k as a sort, which is 100 times slower. For a fair comparison, widen
+        # the logits first.
         forms["top_k"] = lambda z: top_k(z.astype(jnp.float32))
         del forms["top_k logsumexp"]
     timed = timed_in_turns(forms, (logits,), repeats)

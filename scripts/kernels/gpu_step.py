@@ -4,9 +4,10 @@
 
 Weights are random and acceptance is simulated, as in `mars-jax check`. For each program, the report also lists the
 copies, fusions and concatenations in the body of the decode loop. Each section of the report covers one group of
-programs, compiled as one variant. Each section runs in a child process with a time limit, so a compiler that hangs or
-crashes costs only one section. The report is written after every measurement. Run the same command again to continue a
-report. Finished sections are skipped, and so are variants with options that this version of XLA does not have.
+programs, compiled as one of `VARIANTS`. Each section runs in a child process with a time limit, so a compiler that
+hangs or crashes costs only one section. The report is written after every measurement. To resume an unfinished report,
+run the same command again. Finished sections are skipped, and so are variants with options that this version of XLA
+does not have.
 
 This command runs everything on a CPU, in one process:
 
@@ -197,8 +198,8 @@ def loop_operations(text: str) -> dict[str, Any]:
       text: from `compiled.as_text()`.
 
     Returns:
-      How often `concatenate`, `copy` and `fusion` occur, and `fused concatenate` inside fusions; and how often each
-      shape of concatenation occurs.
+      The counts of `concatenate`, `copy`, `fusion` and, for concatenations inside fusions, `fused concatenate`; and
+      the number of concatenations of each shape.
 
     >>> loop_operations('''
     ... %body (p: f32[2]) -> f32[2] {
@@ -324,7 +325,7 @@ def _compiled(lowered: Any, variant: Variant) -> tuple[Any, float]:
 
 
 def _unsupported() -> dict[str, str]:
-    """Return the errors of variants with options that this version of XLA does not have, keyed by variant."""
+    """Return an error message for each variant with an option that this version of XLA lacks, keyed by variant."""
     tried = {
         name: large.attempt(
             lambda variant=variant: {"seconds": _compiled(jax.jit(lambda x: x).lower(1.0), variant)[1]}

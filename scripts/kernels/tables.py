@@ -1,4 +1,4 @@
-"""Times of kernels: `margin_stats` on a CPU, attention in a TPU's schedule, and a step of an 8B model on a GPU."""
+"""Times of kernels: `margin_stats` on a CPU, attention as scheduled for a TPU, and a step of an 8B model on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VARIANTS = ("no dot merger", "no dot merger, graphs", "no dot merger, no triton"
 
 
 def figures() -> dict[str, Any]:
-    """Return the variables of the page."""
+    """Return the variables of the page's template."""
     return {"kernels": kernels(), "gpu": gpu()}
 
 
@@ -43,7 +43,7 @@ def kernels() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """Return times on a GPU: operations, steps and prompts of an 8B model, and the attention of one layer."""
+    """Return times on a GPU: operations, an 8B model's steps and prompts, and the attention of one layer."""
     report, attention = load("check_h100.json"), load("bench_attention_h100.json")
     sections = {name: section["rows"] for name, section in load("gpu_step_h100.json")["sections"].items()}
     [device] = sections["device: default"]

@@ -86,7 +86,7 @@ def grid(name: str, values: Sequence[float], **fixed: Any) -> list[dict[str, Any
 
 
 def margins(draft: str) -> list[Arm]:
-    """Return arms of `exact`, and of `mars` over `exact` with both kinds of margin."""
+    """Return arms of `exact`, and of `mars` based on `exact`, with both kinds of margin."""
     chain = draft == "chain"
     options = {"prompts": MOST if chain else MANY, "base": "exact"}
     swept_values = slice(None) if chain else slice(1, 4, 2)
@@ -100,7 +100,7 @@ def margins(draft: str) -> list[Arm]:
 
 
 def edges(draft: str) -> list[Arm]:
-    """Return arms of the other relaxed rules over `exact`: on a tree, three rules with one setting each."""
+    """Return arms of relaxed rules other than `mars`, based on `exact`; for trees, three with one setting each."""
     options = {"prompts": MANY, "base": "exact"}
     if draft == "tree":
         return [
@@ -152,7 +152,7 @@ def distributions(draft: str) -> list[Arm]:
 
 
 def controls(temperature: float) -> list[Arm]:
-    """Return arms without a draft: the target chooses from all tokens, or from those that a relaxed rule allows."""
+    """Return arms without a draft. The target chooses from all tokens, or from those that a relaxed rule allows."""
     target = Arm(family="target alone", name="target alone", settings={}, draft="none", prompts=MOST)
     two_best = dataclasses.replace(
         target, family="top_k=2", name="target alone, top_k 2", top_k=2, prompts=MANY
@@ -260,7 +260,7 @@ def decode_batch(
 
 
 def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learned: Path | None) -> None:
-    """Append all missing rows. The arms of `learned` are skipped unless its head is given."""
+    """Append all missing rows. The arms of the rule `learned` are skipped unless the folder of its head is given."""
     have = {(*key_of(row), row["id"]) for row in read_rows(file)}
     pair = Pair(learned)
     problems = {

@@ -44,7 +44,7 @@ def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
 def panel(
     axis: Any, table: Mapping[str, Any], undrafted: Sequence[float] | None, families: Sequence[str]
 ) -> list[float]:
-    """Plot the scores of families in one panel, from `table`. Return all scores and the ends of their intervals."""
+    """Plot the scores of families in one panel, from `table`. Return all scores and their interval bounds."""
     ends: list[float] = []
     if not any(arm["family"] in families for arm in table["arms"]):
         return ends

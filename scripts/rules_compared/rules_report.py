@@ -89,7 +89,7 @@ def spread(values: np.ndarray) -> list[float] | None:
     """Return [value, low, high], the value of the original sample and its interval.
 
     `values` begins with the value of the original sample, followed by those of the resamples. Return None if the first
-    value is NaN, or more than a tenth of all values are.
+    value is NaN, or if more than a tenth of all values are NaN.
     """
     good = values[~np.isnan(values)]
     if np.isnan(values[0]) or len(good) < 0.9 * len(values):
@@ -144,10 +144,10 @@ def figures(arm: Sums, undrafted: Sums, strict: Sums | None, curve: Sequence[Sum
 
 
 def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str, Any]:
-    """Return the differences in score between `mars` with the ratio and with the gap, at equal tau.
+    """Return the differences in score, at equal tau, between `mars` with the ratio margin and with the gap margin.
 
     One difference is at the tau of the ratio's default theta; the other is a mean over the range of tau that both
-    sweeps reach.
+    sweeps cover.
 
     Args:
       ratio, gap: the arms of the two sweeps, each beginning with the strict arm.

@@ -84,9 +84,10 @@ def _score(task: str, values: list[float] | None) -> str:
 
 
 def _steps() -> dict[tuple[str, float], float]:
-    """Return the seconds of a step with a chain of 5 at batch 1, by rule and temperature.
+    """Return the step time in seconds with a chain of 5 at batch 1, by rule and temperature.
 
-    These are the median seconds of the rule's base, times the measured ratio of the rule to its base.
+    Each is the median step time of the rule's base, times the measured ratio of the rule's step time to that of its
+    base.
     """
     cases = load("rule_cost.json")["cases"]
     seconds: dict[tuple[str, float], float] = {}
@@ -102,7 +103,7 @@ def _steps() -> dict[tuple[str, float], float]:
 
 
 def _rate(table: Mapping[str, Any], arm: Mapping[str, Any], steps: Mapping[tuple[str, float], float]) -> str:
-    """Return tokens/s, which is tau divided by the seconds of a step, or "-" if no step was timed."""
+    """Return tokens/s, which is tau divided by the step time, or "-" if no step was timed."""
     name = COSTED.get(arm["family"], arm["family"])
     seconds = steps.get((str(name), table["temperature"])) if table["draft"] == "chain" else None
     return "-" if seconds is None else f"{arm['tau'][0] / seconds:.0f}"

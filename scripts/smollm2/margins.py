@@ -1,4 +1,4 @@
-"""The prompts and the head that the measurements of SmolLM2 share."""
+"""Prompts and head shared by the measurements of SmolLM2."""
 
 from __future__ import annotations
 

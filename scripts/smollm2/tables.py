@@ -1,4 +1,4 @@
-"""Numbers about SmolLM2-135M-Instruct: tau of its head, speed compared with peers, and agreement with transformers."""
+"""Figures for SmolLM2-135M-Instruct: tau of its head, speed compared with peers, and agreement with transformers."""
 
 from __future__ import annotations
 

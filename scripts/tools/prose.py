@@ -72,8 +72,7 @@ def _of_module(source: str) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     ]
-    # Comments on consecutive lines form one paragraph: the difference between line number and index is the same for all
-    # of them.
+    # Group comments on consecutive lines into one paragraph: within it, line number minus index is constant.
     blocks: dict[int, list[tuple[int, str]]] = collections.defaultdict(list)
     for index, (line, text) in enumerate(comments):
         blocks[line - index].append((line, text))

@@ -137,7 +137,7 @@ class _Interpreter:
                 self.regions.setdefault(region, k)
         self.registers: dict[str, int | None] = {}
         self.memory: dict[int | None, int | None] = {}
-        # Positions of the first bundles of loops whose first iteration is over.
+        # Position of the first bundle of each running loop that has completed its first iteration.
         self.looped: set[int] = set()
 
     def run(self) -> int:

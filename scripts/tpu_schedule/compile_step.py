@@ -69,7 +69,7 @@ def prepare(case: Case) -> Programs:
 
 
 def measure(case: Case, folder: Path) -> StepCost:
-    """Return the cost of a step. If the case is not compiled in `folder` yet, compile it first."""
+    """Return the cost of a step. If `folder` does not contain the compiled case yet, compile it first."""
     if not (folder / "hlo.txt").exists():
         folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {

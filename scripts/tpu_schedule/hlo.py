@@ -103,7 +103,7 @@ class Instruction:
 
     @property
     def aliased(self) -> tuple[int, ...]:
-        """Indices of the results of a custom call that alias an operand."""
+        """Indices of a custom call's results that alias an operand."""
         match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.tail)
         return tuple(int(index) for index in re.findall(r"\{(\d+)\}: \(", match[1])) if match else ()
 
@@ -176,7 +176,7 @@ def _instruction(line: str) -> Instruction:
     opened = line.index("(", end)
     closed = _closing(line, opened)
     opcode, inside = line[end:opened].strip(), line[opened + 1 : closed - 1]
-    # The parentheses of a parameter contain its number, and those of a constant its value.
+    # For a parameter, the parentheses contain its number; for a constant, its value.
     literal = opcode in ("parameter", "constant")
     operands = () if literal else tuple(re.findall(r"%([\w.\-]+)", inside))
     tail = line[opened + 1 :] if literal else line[closed:]

@@ -63,8 +63,8 @@ def overheads_of(
     """Return the number of tokens in a step, the overheads of a layer, and the overheads of the rest of the step.
 
     `stretch` is the time of the layers, divided by the time to read the bytes that `count_work` counts for them.
-    `pass_seconds` is the time of a pass of the draft, and `step_seconds` that of the rest of the step, each minus the
-    time to read the bytes counted for it.
+    `pass_seconds` is the time that one pass of the draft takes, and `step_seconds` the time that the rest of the step
+    takes. Both exclude the time to read the bytes that `count_work` counts for them.
     """
     work = count_work(pair)
     layers = _Total.of(cost, [part for part in cost.parts if part in LAYER_PARTS])

@@ -24,7 +24,10 @@ def part(op_name: str) -> str | None:
 
 
 def part_of(module: Module, computation: Computation, instruction: Instruction) -> str:
-    """Return the part of an instruction, or of the nearest user that has one, or else of the nearest such operand."""
+    """Return the part of an instruction.
+
+    If it has none, return the part of the nearest user that has one, or else of the nearest operand that has one.
+    """
 
     def users(node: Instruction) -> list[Instruction]:
         return computation.users[node.name]

@@ -66,11 +66,11 @@ class StepCost(NamedTuple):
     """Cost of a step on one device."""
 
     parts: dict[str, PartCost]
-    # Seconds of each part, excluding its launches.
+    # Time of each part in seconds, excluding its launches.
     seconds: dict[str, float]
     launches: int
     bytes_seconds: float
-    # Duration of the step in seconds: for the shortest and for the longest time that a launch may take.
+    # Step time in seconds, assuming the shortest and the longest possible launches.
     low_seconds: float
     high_seconds: float
 

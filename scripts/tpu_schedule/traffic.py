@@ -29,7 +29,7 @@ def is_free(instruction: Instruction) -> bool:
 
 
 def moved_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Return the number of bytes that one execution of the instruction reads from HBM and writes to HBM."""
+    """Return the number of bytes that one execution of the instruction reads from and writes to HBM."""
     opcode = instruction.opcode
     operands = [computation.instructions[name] for name in instruction.operands]
     if is_free(instruction):

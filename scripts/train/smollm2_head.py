@@ -13,8 +13,8 @@
         --output heads/smollm2
 
 `texts` writes conversations whose answers come from data sets. The target only reads these answers, which takes a fifth
-of the time that generating them would take. These commands trained the first head. The shipped head was then trained on
-the target's own answers, starting from the first head:
+of the time needed to generate them. These commands trained the first head. The shipped head was then trained on the
+target's own answers, starting from the first head:
 
     python -m scripts.train.smollm2_head sources --data SHARED/data --count 9000 --output prompts/sources.txt
     # 5336526:scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
@@ -24,7 +24,7 @@ the target's own answers, starting from the first head:
         --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
     python -m scripts.train.smollm2_head tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
 
-If a command is killed, run it again with the same arguments to continue. The heads were not trained on prompts from
+If a command is killed, rerun it with the same arguments to resume. The heads were not trained on prompts from
 evaluations: none of the training data comes from MT-Bench, Vicuna-bench, Alpaca, GSM8K's test set, HumanEval, CNN/DM or
 WMT.
 """
@@ -89,7 +89,7 @@ def novels(folder: Path) -> Iterator[list[str]]:
 
 
 def openings(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (task, story). The task contains the first sentence of the story."""
+    """Yield (task, story) pairs. Each task is to write a story that begins with the first sentence of this one."""
     for text in data.documents(folder / "tinystories_train.txt.xz"):
         first = text.strip().split(". ")[0]
         if len(first) < 200:
@@ -179,7 +179,7 @@ TEXTS = {worked: 0.3, turns: 0.15, narrated: 0.15, continued: 0.2, written: 0.2}
 
 
 def own_turns(args: argparse.Namespace) -> None:
-    """Let the model generate user turns, which resemble its tuning data (Magpie, arXiv 2406.08464), and write them."""
+    """Write user turns that the model generates, which resemble its tuning data (Magpie, arXiv 2406.08464)."""
     import mars_jax as mj
 
     target = mj.load("smollm2", dtype="bfloat16")
@@ -238,7 +238,7 @@ INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
 
 
 def tau(args: argparse.Namespace) -> None:
-    """Measure tau, including the bonus token, in float32 on instructions that were not used in training."""
+    """Measure tau in float32, counting the bonus token, on instructions that were not used in training."""
     import numpy as np
 
     import mars_jax as mj

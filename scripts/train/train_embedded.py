@@ -58,8 +58,8 @@ SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07
 # word problem and chooses its operations correctly, but half of its sums and differences are wrong. Drills teach these
 # with far fewer tokens than word problems would need.
 REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues": 0.08, "novels": 0.05}
-# Share of the training steps for each row length. Training uses rows of 256 tokens, whose attention is cheap, and only
-# at the very end rows of 1,024 tokens.
+# Share of the training steps for each row length. Training uses rows of 256 tokens, whose attention is cheap,
+# and switches to rows of 1,024 tokens only at the very end.
 LENGTHS = {256: 0.95, CONTEXT: 0.05}
 # A draft model learns best from many steps with few tokens each. For the target, that many steps would be too
 # expensive, because Muon computes matrix products in every step.
@@ -78,7 +78,7 @@ def novels(path: Path, *, limit: int, size: int = 3000) -> Iterator[str]:
 
 
 def dialogues(path: Path) -> Iterator[str]:
-    """Yield dialogues with a separator before each user turn, as in the chat template, so that it ends each answer."""
+    """Yield dialogues. As in the chat template, a separator before each user turn ends the preceding answer."""
     for text in data.documents(path):
         yield text.strip().replace("\nUser:", data.SEPARATOR + "User:")
 

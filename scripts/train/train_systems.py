@@ -30,7 +30,7 @@ COPIED = (0, 5)
 
 
 def text(args: argparse.Namespace) -> None:
-    """Write a text whose tokens are about three fifths stories, one quarter arithmetic, and the rest dialogues."""
+    """Write a text file. About three fifths of its tokens are stories, a quarter arithmetic, and the rest dialogues."""
     mixed = [t for path in args.stories for t in itertools.islice(data.documents(path), args.count)]
     mixed += problems(args.count)
     mixed += generator.drill(args.count // 10)

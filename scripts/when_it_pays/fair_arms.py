@@ -9,11 +9,12 @@
 
 A study decodes with drafted chains of several lengths, at temperatures 0 and 1. For each arm, the draft length that
 gives the most tokens per second on one set of prompts is chosen, and the arm is then measured at this length on other
-prompts. Tokens per second are tau divided by the cost of a step, for two devices: this CPU, as timed by `costs` at
-batch 1, and a memory-bound accelerator. On the accelerator, the assumed cost of a step that drafts K tokens is that of
-1 + 0.05 K plain steps for a draft as small as an EAGLE head, and of 1 + 0.01 K for n-grams. `check` compares these
-estimates with measured times. The comparison follows arXiv 2607.08690, which finds that tuning the length often gains
-as much as relaxing. If `decode` is killed, run it again with the same arguments to continue.
+prompts. Tokens per second are computed as tau divided by the cost of a step, for two devices: this CPU, as timed by
+`costs` at batch 1, and a memory-bound accelerator. On the accelerator, a step that drafts K tokens is assumed to cost
+as much as 1 + 0.05 K plain steps if the draft is as small as an EAGLE head, or 1 + 0.01 K plain steps with n-grams.
+`check` compares these estimates with measured times. The comparison follows arXiv 2607.08690, which finds that tuning
+the draft length often gains as much as relaxing the rule. If `decode` is killed, run it again with the same arguments
+to continue.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Problems = Sequence[Problem]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """Prompts of a task. Draft lengths are chosen on the first prompts, and the others are scored."""
+    """The prompts of a task. Draft lengths are chosen on the first prompts, and the others are scored."""
 
     read: Callable[[Path], Problems]  # reads the prompts from the data folder
     choose: int
@@ -91,7 +92,7 @@ def _stories(data: Path) -> Problems:
 
 
 def _jsonl(data: Path, name: str) -> Problems:
-    """Return the short problems of a file, and then the long ones, each in a fixed random order."""
+    """Return a file's problems, the short ones before the long ones, with each group in a fixed random order."""
     problems = read_problems(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
     parts: tuple[list[Problem], list[Problem]] = [], []
     for problem in problems:
@@ -104,7 +105,7 @@ def _open(data: Path) -> Problems:
 
 
 def _mixed(data: Path) -> Problems:
-    """Return short problems from three tasks of Spec-Bench, interleaved. Their answers are scored by likelihood."""
+    """Interleave short problems from three tasks of Spec-Bench. Their answers are scored by likelihood."""
     parts: dict[str, list[Problem]] = {
         f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
     }

@@ -30,7 +30,7 @@ def fair() -> dict[str, Any]:
 
 
 def _slice() -> float:
-    """Return the cost of a step with a chain of 5, in plain steps, for an 8B model and its EAGLE-3 head on a TPU."""
+    """Return the time of a step with a chain of 5, relative to a plain step (8B model with EAGLE-3 head on a TPU)."""
     cases = load("tpu_cost.json")["cases"]["now"]
     chain, baseline = (cases[name]["estimate"]["in_order_seconds"] for name in ("chain-5", "none"))
     return chain / baseline

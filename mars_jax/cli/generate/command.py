@@ -107,7 +107,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
 
 
 def _stop(file: RowFile, total: int) -> str:
-    """Close the file when a signal ends the process. Return a note: the number of rows, and how to continue."""
+    """Close the file when a signal ends the process. Return a note with the number of rows and how to continue."""
     num_rows = file.stop()
     if num_rows == total:
         return f" with all {total} rows in '{file.path}': nothing is left to do."

@@ -151,7 +151,7 @@ def open_job(
 
     Args:
       args: the flags.
-      choices: the resolved defaults of the flags.
+      choices: the result of `check_flags`.
       rows: the prompts.
       target: the target of an earlier job with the same flags, to avoid loading it again.
 
@@ -202,7 +202,7 @@ def open_job(
     if is_simulated:
         _check_tau(args.rule, rows, drafter.drafter.max_depth + 1)
     default_batch_size = 1 if choices.streams else 8  # streamed text is shown one prompt after another
-    # A draft that learns reads the kind of each token, which is recorded with the log-probabilities.
+    # A draft that learns needs the kind of each token. Kinds are only recorded along with the log-probabilities.
     session = Session(
         target=target,
         drafter=drafter,
@@ -271,7 +271,7 @@ def make_job_requests(
     after hours of work.
 
     Raises:
-      MarsError: the model cannot process a prompt. The message includes the prompt's line.
+      MarsError: the model cannot process a prompt. The message states where the prompt comes from.
     """
     names = [*REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS]
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
@@ -304,14 +304,14 @@ def _tokens(
     """Yield the token ids of each prompt. Each chunk is tokenized on all cores.
 
     Raises:
-      MarsError: a prompt cannot be tokenized. The message includes the prompt's line.
+      MarsError: a prompt cannot be tokenized. The message states where the prompt comes from.
     """
     encode_options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
     with activity.doing("tokenizing") as running_activity:
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
-            # After an error, encode one at a time, to find the prompt at fault.
+            # If the prompts cannot be encoded together, encode them one at a time, to find the one at fault.
             encoded_prompts = (target.encode(text, **encode_options) for text in texts)
             with contextlib.suppress(MarsError):
                 if texts:

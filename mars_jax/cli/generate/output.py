@@ -65,7 +65,7 @@ def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     with progress("prompts", bar=False) as show:
         for event in in_order(numbered_events, range(len(job.requests)), ends=_is_last):
             if isinstance(event, Said):
-                # Print a prompt with its first tokens, so that nothing is printed for failed prompts.
+                # Print each prompt only when its first tokens arrive, so that nothing is printed for failed prompts.
                 if event.index != current_index:
                     printer.prompt(_text(job, job.requests[event.index]), chat=chat)
                     current_index = event.index

@@ -122,7 +122,7 @@ def _parquet(path: str) -> Iterator[JsonObject]:
         raise MarsError("a .parquet file needs the package pyarrow: pip install pyarrow.") from None
     try:
         with _opened(path) as file:
-            # Read small batches: with dictionary encoding a small file may expand to many copies of one long text.
+            # Read small batches, because dictionary encoding lets a small file expand to many copies of one long text.
             for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
                 yield from batch.to_pylist(maps_as_pydicts="strict")
     except (ArrowException, OSError, ValueError, KeyError) as error:
@@ -222,7 +222,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
     prompt, tokens, messages = (fields.get(key) for key in ("prompt", "prompt_tokens", "messages"))
     if "prompt" in fields and not isinstance(prompt, str):
         raise row.error(f"prompt is {prompt!r}: expected a string.")
-    # `type(i) is int` also refuses true and false, which are integers in Python.
+    # `type(i) is int` also rejects true and false, which are integers in Python.
     if "prompt_tokens" in fields:
         if not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
             raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")

@@ -312,7 +312,7 @@ class Talk:
             raise MarsError(f"there is no setting {words[0]}{suggestion}: expected {', '.join(names)}.")
         argv = [*self._argv, flag_of(name), words[1]]  # if a flag is given twice, the last one counts
         args, _ = _parsed(argv)
-        # Settings of a request apply from the next line on. Changing a setting of the rule creates a new rule.
+        # Request settings take effect from the next line on. Changing a setting of the rule creates a new rule.
         if name in rule_options:
             session = self._job.session
             self._running.session = session.using(load_rule(args.rule, session.target, _ROW))

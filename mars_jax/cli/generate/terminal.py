@@ -27,7 +27,7 @@ _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 16
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise the error instead of exiting, as rich would."""
+        """Raise the error, where rich would exit."""
         raise BrokenPipeError
 
 

@@ -5,10 +5,10 @@ sequential loop, token for token (tests/contrib/test_ahead.py).
 
 The drafter drafts K + 1 tokens and passes the first K to the target. While the target verifies them, the drafter
 continues drafting as if the target had accepted all K and then emitted token K + 1. If that guess is right for every
-live row, the next draft is ready as soon as the verdict is, and a step takes the longer of the two times instead of
-their sum. Otherwise the drafter drafts again from the committed tokens. This overwrites the cache entries of the wrong
-guess, so no rollback is needed. With a lossless rule, the emitted tokens are the same as in the sequential loop,
-whether the guesses are right or wrong.
+live row, the next draft is ready as soon as the verdict is, and a step takes as long as the slower of drafting and
+verification, not as long as both together. Otherwise the drafter drafts again from the committed tokens. This
+overwrites the cache entries of the wrong guess, so no rollback is needed. With a lossless rule, the emitted tokens are
+the same as in the sequential loop, whether the guesses are right or wrong.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Handed(Drafter):
 
 
 class Committed(NamedTuple):
-    """The tokens that the drafter assumes to be committed."""
+    """The tokens that the drafter assumes are committed."""
 
     tokens: Array  # i32[B, T]
     length: Array  # i32[B]
@@ -133,7 +133,7 @@ def _begin(drafter: Drafter, params: PyTree, text: Committed) -> PyTree:
 def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
-    """Return the draft i32[B, K + 1], the tokens committed if all of it is accepted, and the drafter's new state."""
+    """Return the draft i32[B, K + 1], the committed tokens if all of it is accepted, and the drafter's new state."""
     draft_input = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
     tree, state = drafter.propose(Params((), params), state, draft_input)
     if tree.draft_logits is not None:
@@ -185,14 +185,15 @@ def stream_ahead(
 
     Args:
       pair: target and drafter, from `ahead`.
-      params: params of both models. The target's must be on the devices of `state`; the drafter's may be on any.
+      params: params of both models. The target's params must be on the devices of `state`; the drafter's may be on any
+        devices.
       state: initial state of `pair.decoder`, from `decode.start`.
       draft_device: device of the drafter, different from the target's, or a mesh over which the drafter's weights are
         already sharded.
       pre_verify: after a wrong guess, let the target decode one token without a draft while the drafter drafts again.
         If that token equals the first of the new draft, the target verifies the remaining ones next. This is worthwhile
         if drafting takes about as long as a forward pass of the target. With a lossless rule, the emitted tokens do not
-        change, but they take more steps.
+        change, but decoding takes more steps.
       guesses: counters to increment for each step and each correct guess.
 
     Raises:
@@ -211,7 +212,7 @@ def stream_ahead(
         handed_columns = slice(1, None) if first_known else slice(-1)
         handed_tokens = remote.part(draft, handed_columns)
         state, info, committed, done_rows = _verify(pair.decoder, target_params, state, handed_tokens)
-        # Start drafting the next draft before the verdict is known.
+        # Start the next draft before the verdict is known.
         next_draft, next_assumed_text = remote.draft(assumed_text)
         if first_known:
             guess = remote.part(next_draft, slice(1))
@@ -268,7 +269,7 @@ class _Drafter:
         return jax.device_put(part, self._target_sharding)
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
-        """Return the draft i32[B, K + 1] after `text`, and the tokens committed if all of it is accepted."""
+        """Return the draft i32[B, K + 1] after `text`, and the committed tokens if all of it is accepted."""
         text = jax.device_put(text, self._place)
         with self._here():
             drafted_tokens, assumed_text, self._state = _draft(

@@ -7,8 +7,8 @@ All nodes at one depth have the same candidate children. So once the prefixes at
 bound on each node's rank that does not depend on the probabilities. Consider the j-th child of the r-th prefix, both
 counted from 0. At its depth, (r + 1) * (j + 1) nodes (including the child itself) have a prefix and a last token that
 rank at least as high. These nodes and their ancestors are therefore at least as probable as the child. If there are
-more than M of them, the child cannot be in the tree. `_plan` lists the nodes that this bound does not exclude, about
-3,000 for M = 59 and D = 15, in parts of up to three depths. Their log-probabilities are sums of terms at static
+more than M of them, the child cannot be in the tree. `_plan` lists the nodes that this bound does not exclude (about
+3,000 for M = 59 and D = 15), in parts of up to three depths. Their log-probabilities are sums of terms at static
 indices. Only the last depth of a part is sorted, to rank the prefixes of the next part.
 """
 
@@ -64,7 +64,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
             sorted_prefixes.append(best_indices + part.first + part.last)
 
     # A child's sum is its parent's sum with a zero replaced by a term of at most 0, so it is never higher, even after
-    # rounding. top_k breaks ties in favour of the lower number, which is the parent's. The kept nodes therefore form a
+    # rounding. top_k breaks ties in favour of the lower index, which is the parent's. The kept nodes therefore form a
     # tree in which parents precede their children.
     ranks, kept_ids = lax.top_k(jnp.concatenate(node_log_q, axis=1), m)
     # Look up the kept candidates in the static table of all candidates; each column becomes an i32[B, M].

@@ -2,7 +2,7 @@
 
 Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens per inner draft, M per full draft, P positions of a
 round, T token buffer, V vocabulary.
-Tested against the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
+Tested against the same loop in Python, which runs every model from an empty cache (tests/contrib/test_cascade.py).
 
 Invariants: the inner drafter's invariant holds if trusted tokens are counted in a row's length. Slots `[0, length - 1)`
 of the proxy's cache are valid, as in a target's cache. So every token that can be committed without another round has
@@ -54,12 +54,12 @@ def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict
 
 
 def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike]) -> ProxyVerdict:
-    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', with drafted token x and slim verifier q'.
+    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for drafted tokens x and the slim verifier's q'.
 
     `bounds` are (accept, escalate), f32[] each. If r >= accept, x is accepted. If accept > r >= escalate, the slim
     verifier's best token replaces x. Otherwise the target decides; with `escalate` above 1, it always does. If x is
     padding, the verifier's best token is used, with r = 1. The published bounds (0.5, 0.3) leave the middle range
-    nearly unused. Re-implementations use (0.6, 0.3), which is the default of `system_files`.
+    nearly unused. Reimplementations use (0.6, 0.3), which is also the default in `system_files`.
     """
     accept, escalate = bounds
     best_token = argmax(logits)
@@ -175,7 +175,7 @@ class Cascade(Drafter):
         return f"cascade({self.inner.name}, {self.gate}, {self.num_draft_tokens})"
 
     def _widen(self, tokens: Array) -> Array:
-        # Make room for trusted tokens past the end of the buffer. They are never emitted.
+        # Widen the buffer, because trusted tokens may extend past its end. Those past the end are never emitted.
         return jnp.pad(tokens, ((0, 0), (0, self.num_draft_tokens)))
 
     def init(self, params: Params, tokens: Array, length: Array) -> CascadeState:
@@ -215,7 +215,7 @@ class Cascade(Drafter):
                 params.draft.proxy, tree.tokens, Visible.causal(length - 1, k + 1), carry.state.cache
             )
             logits = proxy.unembed(params.draft.proxy, output.hidden)
-            # `logits[:, i]` scores the drafted token x[:, i]. No token is drafted for the last logits.
+            # `logits[:, i]` scores the drafted token x[:, i]. The last logits score no drafted token.
             x = jnp.concatenate([tree.tokens[:, 1:], jnp.full((batch, 1), NO_TOKEN, jnp.int32)], axis=1)
             verdict = judge(logits, x, params.draft.gate)
             # t_a, the first position at which the proxy's token replaces x, and t_m, the first at which the proxy is

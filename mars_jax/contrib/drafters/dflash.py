@@ -1,12 +1,12 @@
 """A block drafter, which drafts a whole chain or tree with one forward pass over the target's features.
 
 Sources: DFlash 2602.06036; DDTree 2604.12989 (trees from its marginals); DSpark (deepseek-ai/DeepSpec). B batch, N
-nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Tested against the head run over all committed tokens
-from an empty cache (tests/contrib/test_dflash.py).
+nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Tested against running the head over all committed
+tokens from an empty cache (tests/contrib/test_dflash.py).
 
 Invariant: slots `[0, length - 1)` of the head's cache contain the context, which is computed from the target's features
 at these tokens. A block is written after the context, starting at the slot of the last committed token. `update`
-overwrites the block with context.
+overwrites the block with context entries.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class DFlash(HeadDrafter):
         block_tokens = head.block(config, root)
         with jax.named_scope("block"):
             hidden, cache = head.forward(config, self.target, params, block_tokens, visible, state)
-        # If each position predicts its own token, drop the first, which predicts the committed token.
+        # If each position predicts its own token, drop the first position, which predicts the committed token.
         num_skipped = size - config.drafts
         hidden = hidden[:, num_skipped : num_skipped + self.shape.depth]
         marginals = head.unembed(config, self.target, params, hidden)

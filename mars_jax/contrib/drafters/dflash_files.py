@@ -121,7 +121,7 @@ def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> D
         settings = data | (data.get("dflash_config") or {})
         # z-lab's code reads the block size from the top level of config.json, and other settings from dflash_config.
         settings["block_size"] = value_or_default(data, "block_size", settings.get("block_size"))
-        # The draft vocabulary is determined only by the number of rows of lm_head.
+        # Only the number of rows of lm_head determines the size of the draft vocabulary.
         vocab_settings = settings | {"draft_vocab_size": None}
     layer_config = _layer(layer_json, shapes, target)
     feature_layers = _feature_layers(settings, shapes, target, nested_json is not None)

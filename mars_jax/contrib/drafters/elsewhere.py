@@ -72,8 +72,8 @@ def draft_elsewhere(
     a time.
 
     Args:
-      drafter: either `model:PATH`, which then drafts `num_draft_tokens` + 1 tokens, or a drafter with its weights that
-        drafts chains of K + 1 tokens. If `draft_device` is a mesh, these weights must already be on it.
+      drafter: either `model:PATH`, which then drafts `num_draft_tokens` + 1 tokens, or a drafter that drafts chains of
+        K + 1 tokens, with its weights. If `draft_device` is a mesh, these weights must already be on it.
       target: the model that verifies. It must be on other devices.
       draft_device: device of the drafter: a `jax.Device` or the result of `open_device`.
       **options: options of `drafters.load`.

@@ -94,7 +94,7 @@ class Medusa(ShapedDrafter):
     def propose(self, params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
         root = last_token(inputs)
         logits = heads.logits(params.draft, state, self.shape.depth)
-        # Under a constraint and in a sampled tree, nodes at the same depth have different children, so grow the tree
+        # Under a constraint or in a sampled tree, the nodes at one depth have different children, so grow the draft
         # level by level.
         if inputs.guide is not None or (self.sample and not self.is_chain):
             return self._grow(root, inputs, logits), state

@@ -48,7 +48,7 @@ class Replay(NGram):
     """
 
     _: dataclasses.KW_ONLY
-    max_ngram: int = 6  # longest suffix to search for in the corpus; 3 in the row's own tokens
+    max_ngram: int = 6  # longest suffix to search for in the corpus; in the row's own tokens, it is 3
     min_ngram: int = 2  # shortest suffix that counts as a match in the corpus
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
@@ -104,7 +104,7 @@ def load_replay(asked: Asked) -> LoadedDrafter:
     """Load a `replay` drafter with a corpus from a file.
 
     Each line of a .jsonl file must have `tokens` and may have `prompt_tokens`, as written by
-    `mars_jax.generate --output`. In any other file, each line is one document of text.
+    `mars_jax.generate --output`. In any other file, each line is the text of one document.
 
     Raises:
       MarsError: the file cannot be read, is empty, or contains tokens that are not in the target's vocabulary.

@@ -5,9 +5,9 @@ StreamingLLM 2309.17453 (attention sinks). B batch, C kept slots, D depth, S slo
 the target itself with its whole cache and an attention mask (tests/contrib/test_self_draft.py).
 
 The drafter has no long KV cache of its own. After every step it copies the C rows that it can attend to from the
-target's cache. So prompts need no second prefill, and drafting a token always reads C rows, however long the context
-is. The 8-bit weights are a second copy of the target's weights, unless the target is already in 8 bits; then the arrays
-are shared.
+target's cache. So prompts need no second prefill, and drafting a token always reads C rows, regardless of the context
+length. The 8-bit weights are a second copy of the target's weights, unless the target is already in 8 bits, in which
+case the arrays are shared.
 
 Invariant: slot c of the draft cache contains the keys and values of position c if c < `SINKS`, and of position c +
 `skipped` otherwise, with `skipped = max(length - 1 - C, 0)`. Slots before `length - 1 - skipped` are valid.
@@ -88,7 +88,7 @@ class SelfDraft(ShapedDrafter):
     ) -> PyTree:
         """Copy the rows visible at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
-        # In the slots of the sinks, the position equals the slot. In those of the window, it is higher by `skipped`.
+        # A sink's position equals its slot. In the slots of the window, the position exceeds the slot by `skipped`.
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
         position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])
         read = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))

@@ -70,8 +70,8 @@ class Sprinter(Drafter):
 
     No tokens are trusted in strict rows or within a rule's `exact_prefix`. If the threshold is above 1, no tokens are
     trusted at all, and each row drafts one token per step. Stop tokens and tokens that the request forbids are never
-    trusted. Without `sample`, no tokens are trusted in rows above temperature 0, because their drafts are not sampled.
-    Rows wait for the longest draft in the batch, but their tokens do not depend on it.
+    trusted. Without `sample`, drafts are greedy, so no tokens are trusted in rows with a temperature above 0. Rows wait
+    for the longest draft in the batch, but their tokens do not depend on it.
 
     Raises:
       MarsError: M is below 1 or above `DRAFT_TOKENS`.

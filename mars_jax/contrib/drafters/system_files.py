@@ -2,7 +2,7 @@
 
 A directory contains config.json, whose `model_type` names the system and whose `draft` names the small model: a
 subdirectory, a model included in the package, or a name on the hub. SPRINTER's classifier is in model.safetensors.
-Tested against round trips and invalid variants of the files, in tests/contrib/test_system_files.py.
+Tested with round trips and invalid variants of the files, in tests/contrib/test_system_files.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Search for VIA-SD's slim verifier: the target without the sublayers whose removal changes its output least.
 
 L layers. Source: arXiv 2606.12243, section 3. About 45% of the sublayers (attention or MLP) are removed, but none from
-the first or the last layer. A random search followed by a guided one finds the mask that minimizes the sum of
-KL(target, slim). If there are no more masks than evaluations, all masks are tried. Otherwise, half of the evaluations
+the first or the last layer. A random search followed by a guided one looks for the mask with the lowest mean
+KL(target || slim). If there are no more masks than evaluations, all masks are tried. Otherwise, half of the evaluations
 try random masks, and the other half take the best mask and swap a kept sublayer with a removed one. Tested against
 models that lack the removed sublayers, one mask at a time, in tests/contrib/test_system_training.py.
 """
@@ -66,12 +66,12 @@ def search(
     evaluations: int = 128,
     seed: int = 0,
 ) -> Found:
-    """Find the mask with the minimum KL(target || slim) over the batches.
+    """Search for the mask with the lowest mean KL(target || slim) over the batches.
 
     Args:
       model, params: the target, a transformer of this library whose weights are not 8-bit.
       batches: batches of tokens on which to compare the models.
-      log: file to which one line per mask is appended, and from which an interrupted search continues.
+      log: file that records each mask on a line of its own; an interrupted search resumes from it.
       left_out: share of all sublayers to remove.
       evaluations: maximum number of masks to try.
       seed: seed of the search.

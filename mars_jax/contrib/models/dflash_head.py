@@ -193,8 +193,8 @@ def forward(
       config, target: the head's configuration, and the model that it was trained for.
       params: params of both models; the head's are `params.draft`.
       tokens: i32[B, N]; tokens of the blocks, from `block`.
-      visible: attention visibility of the positions. Layers that are neither windowed nor causal use its mask `seen`
-        unchanged; the others mask more.
+      visible: attention visibility of the positions. Layers that are neither windowed nor causal use `visible.seen`
+        unchanged as their mask; the other layers mask additional slots.
       cache: the head's cache, which contains the context.
 
     Returns:

@@ -1,6 +1,6 @@
 """A relaxed rule that spends a budget of regret on tokens other than the target's best. B batch, N nodes.
 
-Tested against the same decisions, made node by node in Python, in tests/verify/test_edges.py.
+Tested against a Python loop that makes the same decisions node by node (tests/verify/test_edges.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rejection sampling against a target whose probability of the drafted token is raised. B batch, N nodes, V vocabulary.
 
-Tested against the distribution of a step, enumerated in tests/verify/test_distributions.py.
+Tested against an exact enumeration of the distribution of one step (tests/verify/test_distributions.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Margin thresholds that depend on context: one theta, whose looseness is scaled by a factor per bin of contexts.
+"""Margin thresholds that depend on context: one theta, and a factor per bin of contexts that scales its looseness.
 
 B batch, N nodes, V vocabulary, C bins. Tested in tests/contrib/test_context.py against chains that are walked in Python
 with the threshold of each node's bin.

@@ -1,10 +1,10 @@
-"""Training of DIVERSED's head, which maximises the reward of completions (by REINFORCE) and the acceptance rate.
+"""Training of DIVERSED's head to maximise the reward of completions (with REINFORCE) and the acceptance rate.
 
 R completions, L tokens per row, V vocabulary. Source: arXiv 2604.07622, section 3 (task reward plus acceptance).
 Each token of a completion is sampled from v = w p + (1 - w) q. The policy gradient of the expected reward is therefore
-the gradient of the sum of log v, times the reward minus its mean over the completions. The acceptance rate at a
-position, sum min(v, q), is differentiated directly. Tested against the expectation over a small vocabulary, computed by
-enumeration, in tests/contrib/test_diversed.py.
+the gradient of the sum of log v, weighted by the difference between the reward and its mean over the completions. The
+acceptance rate at a position, sum min(v, q), is differentiated directly. Tested against the expectation over a small
+vocabulary, computed by enumeration, in tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def surrogate(
     *,
     models: tuple[LanguageModel, LanguageModel],
 ) -> tuple[Array, dict[str, Array]]:
-    """Return a loss with the gradient of -(reward + ACCEPTANCE * acceptance rate), and metrics to log.
+    """Return a loss whose gradient is that of -(reward + ACCEPTANCE * acceptance rate), and metrics to log.
 
     `params` and `models` are pairs, for the target and the draft model.
     """
@@ -89,7 +89,7 @@ def rollouts(
       target, small: target and draft model, which have the same vocabulary.
       prompts: token ids of the prompts.
       reward: function `(index of the prompt, text of the completion) -> reward`.
-      seed: base seed. Draw i uses the seed `seed + i` and prompt i modulo the number of prompts.
+      seed: base seed. Draw i uses the seed `seed + i` and prompt `i % len(prompts)`.
     """
     drafter = language_model(small.model, CHAIN, sample=True, vocab_size=target.config.vocab_size)
     length = max(map(len, prompts)) + ANSWER_TOKENS

@@ -79,7 +79,7 @@ class Fly(Relaxed):
 
 
 def followed(tree: DraftTree, native: Array) -> Array:
-    """Return i32[B, N], the length of the longest path below each node on which all nodes are `native` bool[B, N].
+    """Return i32[B, N]: for each node, the length of the longest path of `native` (bool[B, N]) nodes below it.
 
     >>> from mars_jax.core.tree import chain
     >>> followed(chain(jnp.zeros((1, 4), jnp.int32)), jnp.asarray([[False, False, True, True]])).tolist()

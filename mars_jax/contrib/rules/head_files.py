@@ -79,7 +79,7 @@ def read_weights(
     if config.get("model_type") == model_type:
         sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
         with of_its_kind(f"'{directory / CONFIG}' holds a value", "train the head again"):
-            # Compute only shapes, so that a damaged config with huge sizes does not allocate memory.
+            # Compute only shapes, so that huge sizes in a damaged config do not allocate memory.
             params = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
         problem = "its tensors do not have the shapes that config.json says"
         if {name: x.shape for name, x in stored_arrays.items()} == {

@@ -46,10 +46,10 @@ class Lenience(Retargeted):
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, factor = jnp.exp(log_p), jnp.exp(log_q), self.factor[:, None, None]
-        # min(q, p / l) is accepted. The rejected mass is redistributed in proportion to (p - q)+.
+        # Each token's accepted mass is min(q, p / l). The rejected mass is redistributed in proportion to (p - q)+.
         accepted_mass, missed_mass = jnp.minimum(q, p / factor), jnp.maximum(p - q, 0.0)
         rejected_mass = jnp.maximum(1.0 - jnp.sum(accepted_mass, axis=-1, keepdims=True), 0.0)
         total_missed = jnp.sum(missed_mass, axis=-1, keepdims=True)
-        # If p equals q, there is neither missed nor rejected mass.
+        # If p equals q, the missed mass and the rejected mass are both 0.
         v = accepted_mass + rejected_mass * missed_mass / jnp.where(total_missed > 0, total_missed, 1.0)
         return jnp.where(factor == 1, log_p, jnp.log(v))

@@ -16,15 +16,15 @@ from mars_jax.core import struct
 from mars_jax.verify import Evidence, Retargeted, register
 from mars_jax.verify.ranges import HARMS, nats
 
-# Number of bisection steps for `a`, enough for an error of at most 2**-18 in the mass of v, and number of Newton steps
-# for `b` in each bisection step.
+# HALVINGS is the number of bisection steps for `a`: 18 steps limit the error in the mass of v to 2**-18. STEPS is the
+# number of Newton steps for `b` in each bisection step.
 HALVINGS, STEPS = 18, 3
 
 
 @register("mentored", paper="2609.30474")
 @struct.dataclass(kw_only=True)
 class Mentored(Retargeted):
-    """Maximize acceptance under a bound on the divergence from the target.
+    """Maximise acceptance under a bound on the divergence from the target.
 
     Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): among the distributions v with KL(p || v) of at most
     `bound` nats, the output follows the one with the highest acceptance rate sum(min(q, v)). It has the form
@@ -59,13 +59,13 @@ class Mentored(Retargeted):
         bound = self.bound[:, None, None]
 
         def excess_mass(a: Array) -> Array:
-            # Total mass of max(q, a p) minus 1, over the tokens with p > 0. If positive, remove it from tokens with
+            # Total mass of max(q, a p) over the tokens with p > 0, minus 1. If positive, remove it from tokens with
             # q > b p; if negative, give it to excluded tokens.
             return _total(jnp.maximum(a * p - q, 0.0)) - excluded_mass
 
         def upper(a: Array, b: Array) -> Array:
             # The mass of q above b p is convex and decreasing in b, so Newton steps that start below the root stay
-            # below it. So the mass of v is at most 1, and the bound holds after any number of steps.
+            # below it. Therefore, the mass of v is at most 1, and the bound holds after any number of steps.
             excess = excess_mass(a)
 
             def step(_: int, b: Array) -> Array:

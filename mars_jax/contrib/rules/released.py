@@ -25,12 +25,12 @@ class Released(Retargeted):
     `mars` is the rule of the paper.
 
     Above temperature 0, a drafted token x is always accepted if it is one of the two best and z2 / z1 > ratio. The
-    logits are those after filtering, which sets excluded tokens to -inf. If z1 < 0, the quotient exceeds 1, so the test
-    passes at any ratio up to 1. Otherwise x is accepted with probability min(1, p(x) / q(x)), and if it is rejected, a
-    token is drawn from p without x. Drawing from p without x is correct only if q(x) = 1, as for a deterministic draft,
-    so with sampled drafts the rule is biased at every ratio. At temperature 0 it is exact. Unlike `mars`, the rule
-    treats stop tokens like all other tokens. In strict rows the rule equals `rejection`. The tree verification of that
-    code, which accepts the first sibling among the two best, is not reproduced.
+    logits are those after filtering, which sets excluded tokens to -inf. If z1 < 0, the quotient is at least 1, so the
+    test passes at any ratio below 1. Otherwise x is accepted with probability min(1, p(x) / q(x)), and if it is
+    rejected, a token is drawn from p without x. Drawing from p without x is correct only if q(x) = 1, as for a
+    deterministic draft, so with sampled drafts the rule is biased at every ratio. At temperature 0 it is exact. Unlike
+    `mars`, the rule treats stop tokens like all other tokens. In strict rows the rule equals `rejection`. That code's
+    tree verification, which accepts the first sibling that is one of the two best tokens, is not reproduced.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -42,7 +42,7 @@ class Released(Retargeted):
     [99, 48]
     """
 
-    # f32[] or [B]; with inf, no token is accepted without a random draw
+    # f32[] or [B]; inf disables the test of the ratio
     ratio: Any = struct.setting(
         default=0.9,
         ranges=Range("a number above 0, or inf", 0, above=True, grid=RATIOS),
@@ -63,8 +63,9 @@ class Released(Retargeted):
         is_certain = ratio_passes & ((x == stats.id1) | (x == stats.id2))
         p_x, q_x = value_of(p, x), value_of(q, x)
         accept_prob = jnp.where(is_certain, 1.0, jnp.minimum(p_x / q_x, 1.0))
-        # Express the rule as rejection against v, which accepts x with probability v(x) / q(x) and otherwise draws from
-        # norm((v - q)+): v is q with the mass q(x) (1 - accept_prob) moved from x to the other tokens.
+        # Express the rule as rejection against a distribution v: accept x with probability v(x) / q(x), and otherwise
+        # draw from norm((v - q)+). To get v, take q and move the mass q(x) (1 - accept_prob) from x to the other
+        # tokens.
         other_shares = jnp.where(ids == x[..., None], 0.0, p) / jnp.where(p_x < 1, 1 - p_x, 1.0)[..., None]
         moved_mass = (q_x * (1 - accept_prob))[..., None]
         return jnp.log(jnp.where(ids == x[..., None], q - moved_mass, q + moved_mass * other_shares))

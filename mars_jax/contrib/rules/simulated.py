@@ -101,7 +101,7 @@ class Simulated(Lossy):
 
 
 def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
-    """Solve 1 + a + ... + a ** height = tau (2211.17192, equation 1) for a f32[B]; a is 1 if no rate reaches tau.
+    """Return the rate a f32[B] that solves 1 + a + ... + a ** height = tau (2211.17192, equation 1), or 1 if none does.
 
     Args:
       tau: f32[B], at least 1; mean number of tokens per step.

@@ -1,1 +1,1 @@
-"""Loading and saving of EAGLE heads and MTP modules as (config, params), and code that other heads share."""
+"""Loading and saving of EAGLE heads and MTP modules as (config, params), and code shared with other kinds of head."""

@@ -1,4 +1,4 @@
-"""Loading and saving of EAGLE heads in the layouts that are published on the Hugging Face hub.
+"""Loading and saving of EAGLE heads in the layouts that are in use on the Hugging Face hub.
 
 Layouts: SafeAILab/EAGLE, SpecForge and NVIDIA (`midlayer.*` or `layers.0.*`), and speculators. Their config.json files
 use different fields, and copy fields of the target that have no meaning in a head. The config is therefore inferred
@@ -226,7 +226,7 @@ def to_head_json(
       verifier: name of the target, for the layout "speculators".
 
     Raises:
-      MarsError: the layout does not support EAGLE-1, or the layer's family cannot express the layer.
+      MarsError: the layout does not support EAGLE-1, or a config of the layer's family cannot describe the layer.
     """
     if layout == "speculators" and config.version != 3:
         raise MarsError("the layout of speculators is for EAGLE-3 heads only: choose the layout 'eagle'.")

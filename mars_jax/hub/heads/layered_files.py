@@ -1,4 +1,4 @@
-"""Shared code to load and save draft heads with transformer layers: config.json, tensors and draft vocabularies.
+"""Shared code for loading and saving draft heads with transformer layers: config.json, tensors and draft vocabularies.
 
 V vocabulary, W draft vocabulary. Tested against heads written by PyTorch (tests/hub/test_heads.py,
 test_dflash_files.py).

@@ -185,7 +185,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(
             "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
         )
-    # The authors' layout has the name of the drafter that reads it, which is eagle for both eagle1 and eagle3.
+    # The authors' layout is named after the drafter that reads it: for both eagle1 and eagle3, this is eagle.
     authors_layout = args.kind.rstrip("13")
     if args.layout not in (None, authors_layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {authors_layout} or speculators.")
@@ -203,7 +203,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
             value = getattr(args, flag[2:].replace("-", "_"))
             if value is not None and not 0 < value < math.inf:
                 raise MarsError(f"{flag} is {value}: expected a number above 0.")
-    # Each of these counts consecutive drafted tokens.
+    # Both flags specify a number of consecutive drafted tokens.
     for name in ("heads", "steps_ahead"):
         if getattr(args, name) is not None:
             BATCH["num_draft_tokens"].check(getattr(args, name), shown=flag_of(name))
@@ -213,7 +213,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     # `distill features` can add shards to a folder that already contains some.
     if args.kind == "features":
         return
-    # os.path returns False for paths that the system rejects; `free_directory` reports those later.
+    # The os.path functions return False for paths that the system rejects; `free_directory` reports those later.
     is_free = not os.path.exists(args.output) or (os.path.isdir(args.output) and not os.listdir(args.output))
     if not is_free:
         raise MarsError(f"'{args.output}' exists and is not an empty directory: choose another --output.")

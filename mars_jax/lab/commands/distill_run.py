@@ -103,7 +103,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         "weights": fingerprint((target.params, start_params), target.path),
     }
     if args.features is not None:
-        # Only eagle3 has --features. If --from names a head, its layers are used.
+        # Only the kind eagle3 accepts --features. If --from names a head, use the layers of that head.
         layers = features.layers_of(args.feature_layers) or features.default_layers(target.config)
         if start_checkpoint is not None:
             layers = start_checkpoint[0].feature_layers
@@ -123,7 +123,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
 
 
 def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTree]:
-    """Load the checkpoint of --from, and return it with its params; without a checkpoint, return (None, ()).
+    """Load the checkpoint that --from names, and return it with its params; return (None, ()) if there is none.
 
     The checkpoint is a model, or for eagle3 the (config, params) of a head.
     """
@@ -179,7 +179,7 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     elif args.kind == "mtp":
         save_mtp(args.output, config, params)
     elif args.kind == "model":
-        # The tokenizer must appear together with the weights.
+        # The weights and the tokenizer must appear in --output at the same time.
         with writing(args.output), staging(args.output) as staged:
             model_folder = hub.save(staged / "model", config, params)
             _copy_tokenizer(first.path, model_folder)
@@ -388,7 +388,7 @@ def draft_name(name: str, output: Path) -> str:
     path = expanded(name)
     if name == NGRAM or not path.is_dir():
         return name
-    # A relative path stays valid if the output is moved with the model inside it.
+    # A relative path to a model within the output stays valid when the output is moved.
     relative_path = os.path.relpath(path.resolve(), output.resolve())
     if relative_path.startswith(".."):
         raise MarsError(

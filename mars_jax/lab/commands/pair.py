@@ -1,4 +1,4 @@
-"""Flags of commands that evaluate a pair of models on tasks, and the problems and models that they select."""
+"""Flags of commands that evaluate a pair of models on tasks, and loading of the selected problems and models."""
 
 from __future__ import annotations
 
@@ -200,7 +200,10 @@ def open_study(
 def make_study(
     args: argparse.Namespace, target: Pretrained, problems: list[Problem], flag_names: Sequence[str]
 ) -> Study:
-    """Return the `Study` that the flags describe. Those in `flag_names` and `non_default_flags` identify the run."""
+    """Return the `Study` that the flags describe.
+
+    The flags in `flag_names` and `non_default_flags` identify the run.
+    """
     from mars_jax.lab.evaluate.benchmark.study import Study
 
     settings = {name: json_restored(getattr(args, name)) for name in flag_names}

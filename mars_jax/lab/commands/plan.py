@@ -161,7 +161,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
     def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if the step does not fit in memory."""
         shaped_programs = pair(requested_slice, args.dtype, shape=shape)
-        # The plan has already compiled the draft of the usual shape, and it fits.
+        # The step with a draft of the usual shape has already been compiled for the plan, and it fits.
         is_planned = shape == drafter.usual(mixture=is_mixture)
         if not is_planned and not fit.try_fit(shaped_programs, requested_slice).fits:
             return None
@@ -242,7 +242,7 @@ def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
 def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
     """Return the estimates as table rows, for drafts of at most `max_depth` tokens."""
     step, autoregressive_step = plan.step, plan.autoregressive_step
-    # The table of overheads may cover a step without the draft but not one with it. The reverse is impossible.
+    # The table of overheads may cover a step without a draft but not one with a draft. The reverse is impossible.
     if autoregressive_step is None:
         return []
     if step is None:

@@ -86,7 +86,7 @@ class Decoding:
         # Decode turn by turn. A problem drops out after its last turn, or when its conversation no longer fits in the
         # context.
         for turn in range(max(len(turns_asked(p, self.chat)) for p in problems)):
-            # Prompts of this turn, keyed by the index of the problem.
+            # Prompts of this turn, keyed by problem index.
             prompts: dict[int, list[int]] = {}
             for number, problem in enumerate(problems):
                 if turn >= len(turns_asked(problem, self.chat)) or out_of_room[number]:
@@ -131,7 +131,7 @@ class Decoding:
         )
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> tuple[list[Completion], float]:
-        """Return the completions and their total time in seconds, including the training of a refined draft."""
+        """Return the completions and the total time in seconds, which includes training a refined draft."""
         session = self.session if arm.drafts else self.session.autoregressive
         pair = session.using(arm.loaded_rule)
         if not arm.refines:
@@ -177,7 +177,10 @@ def prompt_tokens(
 
 
 def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:
-    """Raise MarsError, with the problem's id, if the target cannot decode a problem. `target` may be an outline."""
+    """Raise MarsError if the target cannot decode a problem; the message contains the problem's id.
+
+    `target` may be an outline.
+    """
     for problem in problems:
         context = target.config.max_positions
         try:

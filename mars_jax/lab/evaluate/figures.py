@@ -1,7 +1,7 @@
 """Figures for one arm, computed from its rows; some are relative to the target without a draft.
 
-R is the number of resamples. Tested against figures computed by hand, and by the coverage of intervals on simulated
-data, in tests/lab/evaluate/test_figures.py.
+R is the number of resamples. The figures are tested against figures computed by hand, and the intervals by their
+coverage on simulated data (tests/lab/evaluate/test_figures.py).
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def _figures(
         token_rate = tokens / seconds
         recovered_share = score / base_score
         if not base_score.all():
-            # If the target scores 0 in any resample, an interval could use only the other resamples, so report none.
+            # If the target scores 0 in any resample, the share is undefined there. Report no interval in that case,
+            # because it would cover only the other resamples.
             recovered_share = np.full_like(recovered_share, np.nan)
         return {
             "tau": tokens / sums(rows, "steps"),

@@ -183,7 +183,7 @@ def write_and_score_samples(folder: Path, problems: Sequence[Problem], rows: Seq
       rows: see `rows.make_row`.
 
     Returns:
-      All rows, in the same order. A row that has a result gets a score of 1 or 0.
+      All rows, in the order of `rows`. A row that has a result gets a score of 1 or 0.
 
     Raises:
       MarsError: a results file belongs to different samples or cannot be read.
@@ -230,7 +230,7 @@ def completion(code: Code, text: str) -> str:
         return next(iter(code_blocks), text.partition("[DONE]")[0])
     definition_start = f"def {code.entry_point}("
     definitions = [block for block in code_blocks if definition_start in block]
-    # An answer that begins with an indented line is the body, even if it later defines the same function again.
+    # Treat an answer that begins with an indented line as the body, even if it later defines the function again.
     if not definitions and definition_start in text and not text.lstrip("\n")[:1].isspace():
         definitions = [text[text.index(definition_start) :]]
     if definitions:

@@ -103,7 +103,7 @@ def step_time(work: Work, generation: str, device: Chip) -> StepTime:
     # The measured drafts have one layer per pass.
     extra_layers = work.passes * max(work.draft_layers - 1, 0)
 
-    # Time to read weights: a layer takes `stretch` times as long as reading its bytes at full bandwidth.
+    # Time to read weights: a layer takes `stretch` times as long as its bytes would take at full bandwidth.
     seconds = layer_overheads["stretch"] * work.bytes.layers / bandwidth
     seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
     seconds += draft_overheads["step_seconds"] + work.passes * draft_overheads["pass_seconds"]
@@ -148,8 +148,8 @@ def collective_seconds(kind: str, sent: int, received: int, devices: int, link: 
 
     Args:
       kind: the opcode of the collective.
-      sent: bytes of a device's operands.
-      received: bytes of a device's results.
+      sent: size of a device's operands in bytes.
+      received: size of a device's results in bytes.
       devices: number of devices that take part.
       link: bytes per second of a link, both directions together.
 

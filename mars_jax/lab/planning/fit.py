@@ -60,7 +60,7 @@ class Plan:
     # The estimated range, as low_seconds and high_seconds; None if the table of overheads does not cover the step.
     step: dict[str, float] | None
     autoregressive_step: dict[str, float] | None
-    # Notes on the arrays that every device stores unsharded; if there is no estimate, also the reason.
+    # Notes on the arrays that every device stores unsharded and, if there is no estimate, the reason for that.
     notes: tuple[str, ...]
 
 
@@ -252,7 +252,7 @@ def try_fit(pair: Programs, topology: Topology) -> Attempt:
 
 
 class DraftShape(NamedTuple):
-    """The shape of a draft: a chain of `length` tokens, or a dynamic tree. The other field is None."""
+    """The shape of a draft: a chain of `length` tokens, or a dynamic tree. The unused field is None."""
 
     length: int | None
     tree: Dynamic | None
@@ -306,7 +306,7 @@ class DraftEstimate(NamedTuple):
     flags: str
     low_seconds: float
     high_seconds: float
-    # The range in which the break-even tau lies: above it, the draft is faster than no draft.
+    # The range of the break-even tau. If tau is above this range, drafting is faster than not drafting.
     pays_above: tuple[float, float]
     # Expected tokens per step.
     tau: float
@@ -323,7 +323,7 @@ def compare_drafts(
     """Return the drafts that fit, sorted by estimated tokens per second, fastest first.
 
     Args:
-      step: returns the time of a step with a draft, or None if it does not fit.
+      step: function that returns the time of a step with a given draft, or None if the draft does not fit.
       autoregressive: the time of a step without a draft.
       acceptance: probability that a drafted token is accepted, by depth; see `DraftShape.tau`.
       shapes: shapes of the drafts.
@@ -349,7 +349,7 @@ def compare_drafts(
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:
-    """Try fewer bits on the same slice, then larger slices with the same dtype. Each series ends at the first fit.
+    """Try fewer bits on the same slice, then larger slices with the same dtype. Each search stops at the first fit.
 
     Args:
       attempt: function that maps a slice (None for the same slice) and a dtype to an attempt.

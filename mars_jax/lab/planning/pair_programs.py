@@ -1,6 +1,6 @@
 """The decode loop of a pair of models, compiled from abstract weights and state for devices that need not be present.
 
-Tested against the byte counts of tests/lab/planning.
+Tested against the byte counts in tests/lab/planning.
 """
 
 from __future__ import annotations

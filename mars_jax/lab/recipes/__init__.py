@@ -55,7 +55,7 @@ class Recipe:
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:
-        """Return the flags of one of `PARTS`, with the user's flags last.
+        """Return the flags for one of `PARTS`, followed by the user's flags.
 
         >>> read_recipe("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
         ['--problems', '4']

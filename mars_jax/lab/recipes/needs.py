@@ -57,7 +57,7 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
 
 
 def weight_bytes(args: argparse.Namespace) -> int:
-    """Return the number of bytes of the weights of target and draft, assuming published shapes for heads."""
+    """Return the number of bytes of the weights of the target and the draft, assuming published shapes for heads."""
     draft = parse_draft(args.draft)
     target = hub.outline(args.target).config
     configs: list[AnyConfig] = [target]

@@ -130,7 +130,7 @@ def draft_vocabulary(
     Args:
       streams: token streams, each counted in proportion to its weight.
       size: number of tokens to return, W.
-      vocab_size: V of the target.
+      vocab_size: V, the size of the target's vocabulary.
       always: tokens to include, such as stop tokens, which a drafter should be able to draft.
 
     Raises:

@@ -210,7 +210,7 @@ def train_on_features(
 
 
 def tau(figures: Mapping[str, float]) -> float:
-    """Return the expected tokens per step of a chain; draft i, if reached, is accepted with probability `accept_i`.
+    """Return tau for a chain whose draft token i, if it is reached, is accepted with probability `accept_i`.
 
     >>> tau({"accept_1": 0.5, "accept_2": 0.5, "loss": 3.0})
     1.75

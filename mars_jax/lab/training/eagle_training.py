@@ -145,7 +145,7 @@ def drafted_ahead(
     segments: Array,
     steps: int,
 ) -> Iterator[tuple[Array, Array]]:
-    """Yield the drafts of an EAGLE-3 head from every position at once, one to `steps` tokens ahead; see `eagle3`.
+    """Yield an EAGLE-3 head's logits for `steps` steps of drafting from every position at once; see `eagle3`.
 
     Args:
       config, target, both: the head, its target, and the weights of both.
@@ -155,7 +155,7 @@ def drafted_ahead(
 
     Yields:
       For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain that begins at entry t - j; and
-      bool[B, n], whether that chain lies inside one document.
+      bool[B, n], True if that chain lies inside one document.
     """
     feature = config.fuse(both.draft, output)
     rows, n = feature.shape[:2]
@@ -180,7 +180,7 @@ def drafted_ahead(
             seen_positions=jnp.tile(positions, (1, steps)),
         )
         hidden, cache = config.forward(target, both, feature, next_tokens, visible, cache)
-        # Valid if the last target feature and the embedded token belong to the same document.
+        # An entry is valid if the last target feature and the embedded token belong to the same document.
         valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry_index >= j)[None]
         yield config.logits(target, both, hidden), valid & (segments[:, 1:] != PADDING)
         # The feature of entry t at the next step is the head's output at entry t - 1.

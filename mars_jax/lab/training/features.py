@@ -135,8 +135,8 @@ class _ShardRows:
 def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
     """Return the training batches, the held-out batches, and the mean number of tokens per batch, including padding.
 
-    The batches are an endless `grain.MapDataset`. A batch holds whole rows of one dump, about `step_tokens` tokens in
-    total. The first shard of every dump is held out.
+    The training batches form an endless `grain.MapDataset`. A batch holds whole rows of one dump, about `step_tokens`
+    tokens in total. The first shard of every dump is held out.
 
     Raises:
       MarsError: a dump has fewer than two shards, or one is damaged.
@@ -182,7 +182,7 @@ def default_layers(target: ModelConfig) -> tuple[int, ...]:
 
 
 def dump_settings(dump: Path) -> JsonObject:
-    """Return the settings of a folder of features.
+    """Return the settings with which a folder of features was written.
 
     Raises:
       MarsError: the folder does not contain features.
@@ -194,7 +194,7 @@ def dump_settings(dump: Path) -> JsonObject:
 
 
 def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
-    """Check that stored features match a target and its layers, and return a digest of their settings and shards.
+    """Check that a dump matches a target and its layers, and return a digest of the dump's settings and shards.
 
     Raises:
       MarsError: the features are from different layers or a different target.

@@ -57,7 +57,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
     """
     warmup_steps = min(WARMUP, max(1, steps // 10))
     fall_steps = max(1, round(steps * DECAY))
-    # A linear schedule stays at its last value, so the rising one also provides the plateau.
+    # A linear schedule stays at its last value, so `rise` also provides the plateau.
     rise, fall = optax.linear_schedule(0.0, peak, warmup_steps), optax.linear_schedule(peak, 0.0, fall_steps)
     schedule = optax.join_schedules([rise, fall], [steps - fall_steps])
 
@@ -135,7 +135,7 @@ def fit(
     opt_state = jax.jit(training.optimizer.init)(params)  # same placement as params
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
-    # A template of the checkpoints, with the structure, shapes and placement to restore.
+    # A template for checkpoints, with the structure, shapes and placement to restore.
     checkpoint_state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
     deadline = time.monotonic() + 60 * (minutes or 0)
     checkpoints = Checkpoints(directory, training.steps)
@@ -182,8 +182,8 @@ class Checkpoints:
         self._directory, self._steps, self._manager = directory, steps, None
         if hosts.is_first():
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
-            # By default Orbax waits for all processes, but only the first one calls it. These options prevent this
-            # wait; with them, Orbax cannot create the directory.
+            # By default, Orbax waits for all processes, but only the first process calls Orbax. These options prevent
+            # this wait; with them, Orbax cannot create the directory.
             first_process = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2, create=False, multiprocessing_options=first_process
@@ -195,7 +195,9 @@ class Checkpoints:
             self._manager.close()
 
     def restore(self, state: dict[str, PyTree]) -> tuple[int, dict[str, PyTree]]:
-        """Return the number of completed steps and the state after them, placed like `state`; or 0 and `state` itself.
+        """Return the number of completed steps and the state after them, placed like `state`.
+
+        Without a checkpoint, return 0 and `state` itself.
 
         Raises:
           MarsError: the checkpoint is damaged or belongs to a different training run.

@@ -1,8 +1,8 @@
-"""Online refinement: a draft model or an EAGLE-3 head learns from its rejected drafts between batches.
+"""Online refinement: between batches, a draft model or an EAGLE-3 head is trained on its rejected drafts.
 
-Source: OSD (2310.07177). The loss is the cross entropy to the target's distribution at positions where drafts were
-rejected. At these positions, an EAGLE-3 head learns at every step of its chain.
-B rows, T tokens, n positions, K draft tokens, V vocabulary.
+Source: OSD (2310.07177). The loss is the cross-entropy with the target's distribution at positions where draft tokens
+were rejected. For an EAGLE-3 head, it covers every step of the chains at these positions. B rows, T tokens, n
+positions, K draft tokens, V vocabulary.
 Tested against the verdicts of a run's steps (tests/lab/training/test_online.py).
 """
 
@@ -57,7 +57,7 @@ class Refined(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """Functions that compute the loss and the acceptance of a kind of draft."""
+    """Functions that compute the loss and the acceptance of one kind of drafter."""
 
     loss: Loss  # its batch marks the tokens to learn
     # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
@@ -66,10 +66,10 @@ class Learner(NamedTuple):
 
 
 def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
-    """Return which tokens replaced a rejected draft, given the kind of each (`LogProbs.kind`) and K = `depth`.
+    """Return which tokens replaced a rejected draft token, given the kind of each (`LogProbs.kind`) and K = `depth`.
 
-    A token that ends a step is a bonus token if K drafts were accepted before it, and otherwise a correction. A
-    position without a draft also counts as a correction.
+    A token that ends a step is a bonus token if K draft tokens were accepted before it, and otherwise a correction. A
+    token for which nothing was drafted also counts as a correction.
 
     >>> rejected_places(["exact", "corrected", "exact", "exact", "corrected", "corrected"], 2)
     [False, True, False, False, False, True]
@@ -112,7 +112,8 @@ class Refiner:
         Args:
           target, draft: models with the same vocabulary. For an EAGLE-3 head, `draft` is its config from
             `hub.load_eagle`.
-          params: params of the draft. `refine` returns the same dtypes, so that decoding programs are not recompiled.
+          params: params of the draft. `refine` returns params of the same dtypes, so that decoding programs are not
+            recompiled.
           depth: K, the length of a drafted chain.
           held_out: token ids of documents that are never trained on.
           target_params: the current target params; pass later ones to `refine`.
@@ -120,7 +121,7 @@ class Refiner:
           optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped to norm 1.
           rows, width: the latest `rows` completions are stored, each truncated to `width` tokens.
           fall: share of the initial held-out tau that may be lost.
-          temperature: temperature of the expected tau, which at 0 depends only on the top tokens.
+          temperature: temperature for the expected tau; at 0, tau depends only on the most probable tokens.
           seed: seed that determines the order of the documents.
 
         Raises:
@@ -161,7 +162,7 @@ class Refiner:
         """Return the expected tau of a K-token chain on the held-out documents, with the current weights."""
         tokens = _padded(self._held_out, self._width)
         lengths = np.asarray([min(len(text), self._width) for text in self._held_out], np.int32)
-        # The summed tau of the chains, and their number.
+        # The sum of tau over the chains, and the number of chains.
         sums = np.zeros(2)
         for first in range(0, len(tokens), BATCH):
             rows = slice(first, first + BATCH)
@@ -254,8 +255,8 @@ def _measure(
 
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
-    """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
-    # Greedy verification accepts if the best tokens agree. Rejection accepts with probability sum(min(p, q)).
+    """Return the probability that a token drafted from logits y f32[..., V] is accepted under the target's logits z."""
+    # Greedy verification accepts if the best tokens agree. Rejection sampling accepts with probability sum(min(p, q)).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
@@ -339,7 +340,7 @@ def open_refiner(
         draft_model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
     else:
         draft_model = hub.load(path, dtype=dtype).model
-    # Hold out at most every second document, spread evenly over the file.
+    # Hold out at most half of the documents, spread evenly over the file.
     spacing = max(len(token_lists) // HELD_OUT, 2)
     held_out = range(0, len(token_lists), spacing)[:HELD_OUT]
     return Refiner(
@@ -356,7 +357,7 @@ def open_refiner(
 
 
 class Refining:
-    """Refinement of a queue's draft whenever --refine-every completions have finished.
+    """Refinement of a queue's draft after every --refine-every completions.
 
     Refinement needs log-probabilities. They are removed from the completions if the user did not request them.
     """

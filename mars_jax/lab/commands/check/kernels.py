@@ -184,8 +184,8 @@ def _accept(
 ) -> Case:
     """Return a case for `margin_accept` with four kinds of rows.
 
-    The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as a stop token.
-    A node drafts one of the three best tokens at its parent, or no token.
+    A row is unrestricted, is strict, allows only relaxed runs of length one, or has a runner-up as a stop token. The
+    token of a node is one of the three best tokens at its parent; some nodes have no token.
     """
     nodes = len(parents)
     random = np.random.default_rng(nodes)
@@ -252,7 +252,7 @@ def _experts() -> Case:
     # Rows are sorted by expert, and expert 1 gets no rows.
     expert_of_row = np.repeat(np.arange(4), rows_per_expert)
     expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[expert_of_row])
-    # Products of bfloat16 numbers are exact in float32, so a sum of 256 products rounds at most 256 times.
+    # Products of bfloat16 numbers are exact in float32, so a sum of 256 products is rounded at most 256 times.
     return Case(
         "dense_by_expert",
         "[48, 256] by 4 experts",
@@ -270,7 +270,7 @@ def _attention_of_a_model() -> Case:
     nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
     cache = (ROWS, slots, heads, dim)
     q, k, v = _normals(random, "bfloat16", (ROWS, nodes, heads, group, dim), cache, cache)
-    # The first `num_valid` slots of each row are valid, and a node sees 70% of them.
+    # The first `num_valid` slots of each row are valid, and each node attends to about 70% of them.
     num_valid = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < num_valid)
     # A fully masked node outputs zeros.

@@ -169,7 +169,7 @@ def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> Json
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the number of bytes that `context` tokens occupy in the caches (arrays with more than `context` slots)."""
+    """Return the bytes that `context` tokens occupy in the caches: all arrays with more than `context` slots."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
@@ -260,8 +260,8 @@ def product_rate(side: int) -> float:
 def drawn(shapes: PyTree) -> PyTree:
     """Return arrays of these shapes: random floats on the scale of weights, and random bits for 4- and 8-bit integers.
 
-    Float vectors are ones, since they are the scales of norms. i32 vectors are consecutive ids, and other i32 arrays
-    are zeros.
+    Float vectors are filled with ones, because they are scales of norms. i32 vectors contain consecutive ids, and other
+    i32 arrays contain zeros.
     """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_drawn(x.shape, jnp.dtype(x.dtype), i) for i, x in enumerate(leaves)])

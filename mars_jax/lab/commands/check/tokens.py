@@ -1,4 +1,4 @@
-"""Comparison of the lossless rules' greedy tokens with the target's own choices on this device."""
+"""Comparison of greedy tokens under the lossless rules with the target's own choices on this device."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def make_arms(
 
 
 def _measured(choice: RuleChoice, theta: float | None, target: Pretrained | None) -> Arm:
-    """Return the arm of the measured rule at a threshold. `theta` is None for a rule without a threshold."""
+    """Return the arm for the measured rule at threshold `theta`, which is None if the rule has no threshold."""
     settings, suffix, meaning = dict(choice.settings), "", "the rule"
     if theta is not None:
         settings["theta"], suffix, meaning = theta, f" theta={theta:g}", "the relaxed rule"

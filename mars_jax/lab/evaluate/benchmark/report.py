@@ -41,7 +41,7 @@ def make_summary(
     """Return the contents of summary.json.
 
     Args:
-      settings, environment, problems, rows: the settings, environment, problems and rows of the run.
+      settings, environment, problems, rows: those of the run.
       arms: the arms at each temperature.
     """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
@@ -81,7 +81,7 @@ def _days(rows: Sequence[Row]) -> list[str]:
 
 
 def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
-    """Return notes about the run that the figures do not show, such as turns that were left out."""
+    """Return notes on facts that the figures do not show, such as turns that were left out."""
     sentences = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         sentences.append("Follow-up turns were left out: they need a chat template, which --chat applies.")

@@ -75,7 +75,7 @@ class Study:
             "tasks": {task: len(group) for task, group in by_task(self.problems).items()},
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
-            "group": GROUP,  # consecutive batches per arm, which determine the order of the rows
+            "group": GROUP,  # number of consecutive batches per arm; determines the order of the rows
             "seed": args.seed,
             "chat": args.chat,
             "problems": digest(repr(list(self.problems)).encode()),
@@ -97,7 +97,7 @@ class Study:
     def page_texts(
         self, decoding: Decoding, arms: Sequence[Arm], problems: Sequence[Problem], temperature: float
     ) -> list[JsonObject]:
-        """Decode the first turn of problems again, step by step, and return each token's text and kind.
+        """Decode the first turn of each problem again, step by step, and return the text and kind of each token.
 
         Only two arms are decoded: the strict rule, and the first arm of the measured rule.
         """

@@ -44,7 +44,7 @@ FILE, TABLE = "tuned.json", "table.md"
 def arms_at(
     rule: RuleChoice, thetas: Sequence[float], temperature: float, target: Pretrained, *, samples: bool
 ) -> list[Arm]:
-    """Return the lossless arms, then the arms of the measured rule, without the autoregressive arm.
+    """Return the lossless arms except the autoregressive one, then the arms of the measured rule.
 
     Args:
       rule: the measured rule.
@@ -62,8 +62,8 @@ def arms_at(
         rules += [RuleChoice("rejection", {}), RuleChoice("rejection", {"block": True})]
         if "base" in rule.definition.settings and rule.settled()["base"] == "exact":
             rules.append(rule.but(base="rejection"))
-    # `make_arms` returns the autoregressive arm first, which is dropped here. A strict arm that several rules share has
-    # the same name for each of them, so it is measured only once.
+    # Drop the autoregressive arm, which `make_arms` returns first. A strict arm shared by several rules has the same
+    # name for all of them, so it is measured only once.
     arms: dict[str, Arm] = {}
     for choice in rules:
         rule_thetas = thetas if choice.spec == rule.spec else ()

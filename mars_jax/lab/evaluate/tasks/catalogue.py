@@ -118,7 +118,7 @@ _LANGUAGES = {
 
 
 def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of WMT19, a sentence in two languages. If one is English, the text is translated into English."""
+    """Read a row of WMT19: one text in two languages. If one is English, the task is to translate into English."""
     texts = fields.values.get("translation")
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
