@@ -74,7 +74,7 @@ def wrapped(text: str) -> str:
     <BLANKLINE>
     # five
     """
-    # Split the text into blocks. The separators, code blocks and blank lines, are kept as parts.
+    # Split the text into paragraphs. The separators (code blocks and blank lines) are kept.
     parts = re.split(r"(^```.*?^```$|\n{2,})", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if _is_verbatim(part) else _fill(part) for part in parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -67,12 +68,13 @@ def busy(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
+def progress(name: str, *, bar: bool = True, deadline: float | None = None) -> Iterator[Show]:
     """Yield a function that reports progress to the heartbeat and to a progress bar, which disappears at the end.
 
     Args:
       name: plural name of the items that are counted.
       bar: False if stdout shows the results as they arrive, so that a terminal needs no bar.
+      deadline: time of `time.monotonic` at which the work ends early.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -100,8 +102,10 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
             detail_parts = []
             if total is not None:
                 detail_parts.append(f"{num_done:,} of {total:,}")
-            if task.time_remaining:
-                detail_parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
+            if seconds := task.time_remaining:
+                if deadline is not None:
+                    seconds = min(seconds, max(deadline - time.monotonic(), 0))
+                detail_parts.append(f"{timedelta(seconds=round(seconds))} left")
             running_activity.detail = ", ".join(filter(None, (*detail_parts, text)))
             progress_bars.update(task.id, text=running_activity.detail)
 

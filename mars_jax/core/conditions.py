@@ -18,7 +18,7 @@ from mars_jax.core.types import DecodeState, DraftTree, Edits, GuideStates, Para
 
 
 class Conditions(NamedTuple):
-    """The conditions of all rows in one step. The automata are in their states after the last committed token."""
+    """The conditions of all rows in one step. The state of each automaton is that after the last committed token."""
 
     edits: Edits | None
     constraint: Guide | None

@@ -172,7 +172,7 @@ class Queue:
         for i, request in enumerate(self._prepared.requests):
             short_prompt = request.prompt_tokens[:2]
             if self._shares is Shares.BEGINNINGS:
-                # Give adjacent requests prompts of different lengths, so that each continues from the previous one.
+                # Alternate between two lengths, so that each request can reuse the cache of the one before it.
                 short_prompt = request.prompt_tokens[:1] * (2 + i % 2)
             short_requests.append(dataclasses.replace(request, prompt_tokens=short_prompt, max_new_tokens=1))
         num_rows = len(self._holds)

@@ -210,6 +210,11 @@ def test_the_time_left_is_that_of_the_rows_done_in_this_run(monkeypatch):
         clock[0] += 20
         show(92, 100, progress.speed(40, 20, 2.0))
         assert activity.describe() == "prompts: 92 of 100, 0:01:20 left, 20 tokens/s, tau 2.00"
+    with progress.progress("steps", deadline=time.monotonic() + 30.4) as show:  # at most 30 seconds are left
+        show(90, 100, "")
+        clock[0] += 20
+        show(92, 100, "")
+        assert activity.describe() == "steps: 92 of 100, 0:00:30 left"
 
 
 @pytest.mark.parametrize(

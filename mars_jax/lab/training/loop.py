@@ -137,9 +137,9 @@ def fit(
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     # A template for checkpoints, with the structure, shapes and placement to restore.
     checkpoint_state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
-    deadline = time.monotonic() + 60 * (minutes or 0)
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     checkpoints = Checkpoints(directory, training.steps)
-    with progress(description) as show, contextlib.closing(checkpoints):
+    with progress(description, deadline=deadline) as show, contextlib.closing(checkpoints):
         completed_steps, checkpoint_state = checkpoints.restore(checkpoint_state)
         params, opt_state = checkpoint_state["params"], checkpoint_state["opt_state"]
         # grain expects integers, but a restored checkpoint may contain arrays.
@@ -157,8 +157,8 @@ def fit(
                 log.write(json.dumps({"step": i, "tokens_per_s": tokens_per_second, **figures}) + "\n")
                 show(i, training.steps, f"{tokens_per_second:,} tokens/s, loss {figures['loss']:.3f}")
                 is_last = i == training.steps
-                if minutes is not None:
-                    # The processes of a mesh must stop after the same step, so the first one decides.
+                if deadline is not None:
+                    # The processes of a mesh must stop after the same step, so process 0 decides.
                     is_last |= bool(hosts.broadcast(int(time.monotonic() > deadline)))
                 if i % save_every and not is_last:
                     continue
