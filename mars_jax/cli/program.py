@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         for group in self._action_groups:
-            # Shorten copies of the actions, since --help-all prints the full texts.
+            # Shorten the help of copies of the actions, because --help-all prints it in full.
             actions = [copy.copy(action) for action in group._group_actions if action.dest in self._short]
             for action in actions:
                 action.help = (action.help or "").partition("; ")[0]

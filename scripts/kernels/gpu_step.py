@@ -136,7 +136,7 @@ SECTIONS = {
         ("prompts", "no dot merger"),
         ("prompts", "no dot merger, graphs"),
     ],
-    # GPU options have no effect on a CPU, so only the prompt programs, which compile fastest, are compiled with them.
+    # GPU options have no effect on a CPU. Compile only the prompt programs with them, because these compile fastest.
     "tiny": [
         ("device", "default"),
         ("steps", "default"),
