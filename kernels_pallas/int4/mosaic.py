@@ -75,7 +75,7 @@ def dense_int4(
       values: i4[G, size, N].
       scale: f16[G, N].
       offset: f32[G, N].
-      chip: JAX's name of the device kind. On v6e and later chips, weights are scaled in bfloat16, with scales rounded
+      chip: JAX's name for the device kind. On v6e and later chips, weights are scaled in bfloat16, with scales rounded
         to bfloat16. Earlier chips can scale only in float32.
       interpret: see `kernels_pallas.common.Interpret`.
     """
@@ -234,7 +234,8 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
         for i in range(len(memory.scales)):
             step_scale = scale[i * block_groups : (i + 1) * block_groups]
             if groups_per_chunk > 1:
-                # Rows r * parts + g of a product belong to group g, so repeat the scales of a chunk's groups in 8 rows.
+                # Row r * groups_per_chunk + g of a product belongs to group g of the chunk. Store the scales in this
+                # order too, repeated until they fill the 8 rows of a register.
                 chunks = [
                     step_scale[first : first + groups_per_chunk]
                     for first in range(0, block_groups, groups_per_chunk)

@@ -183,8 +183,8 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
         sources = [x.reshape(k.shape[0], shape.slots, dim) for x in sources]
         buffer_shape = (block_slots, dim)
     else:
-        # A strided load reads rows that are as wide as a register, so copy wider heads in parts. Heads whose width is
-        # not a multiple of the register width are narrower than a register (see `attention_blocks`).
+        # A strided load reads rows that are as wide as a register, so copy wider heads in parts. `attention_blocks`
+        # has checked that a head is narrower than a register or a multiple of its width.
         part_width = min(dim, LANES)
         buffer_shape = (dim // part_width, block_slots, k.shape[2], part_width)
     if in_place:

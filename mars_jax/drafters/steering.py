@@ -53,9 +53,8 @@ class Steering(NamedTuple):
         def token_ids() -> Array:
             return self.growth.to_target(jnp.arange(vocab, dtype=jnp.int32))
 
-        # The mask needs target token ids if the draft vocabulary has a different size. It also needs them if the
-        # drafter has a different tokenizer with a vocabulary of the same size, for which `guide.narrowed` set
-        # `tables.narrow`.
+        # The mask needs target token ids if the drafter has a different tokenizer or a smaller vocabulary. If the
+        # vocabularies have the same size, a different tokenizer shows in `tables.narrow`, set by `guide.narrowed`.
         narrowed = not self.sample and (vocab != self.guide.vocab or self.guide.tables.narrow is not None)
         masked_logits = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
         if not self.sample:

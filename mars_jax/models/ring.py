@@ -2,10 +2,10 @@
 
 If the inputs of a product are sharded, the devices must add up their partial sums afterwards, and the matrix units of a
 TPU are idle in the meantime. For a chunk of a prompt, these sums take half as long as the products. With a ring, each
-device stores only its share of the rows between two such sums. Before a product, each device passes rows on to its
-neighbours, and multiplies rows while it receives the next ones. After the product, the devices pass partial sums on,
-and each device adds its own contribution. Half of the rows travel in each direction, which uses both directions of the
-links.
+device stores only its share of the rows between two such sums. The next product needs the rows of all devices, so they
+travel around the ring, and each device multiplies the rows that it has while the next ones arrive. After the product,
+the partial sums travel around the ring, and each device adds its own contribution. Half of the rows travel in each
+direction, which uses both directions of the links.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
 (ASPLOS 2023), sections 3 and 5. Tested against the same rows on one device (tests/models/test_ring.py).

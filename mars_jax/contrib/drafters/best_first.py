@@ -124,9 +124,9 @@ class _Part(NamedTuple):
 
 class _CandidatePlan(NamedTuple):
     parts: tuple[_Part, ...]
-    # i32[candidates, 3]. Column 0: index of the node's token among the D * k tokens. Column 1: number of the node's
-    # parent. It is one past the last number if the parent is the root, and -1 - i if the parent is prefix i of the
-    # sorted prefixes of all parts. Column 2: depth of the node.
+    # i32[candidates, 3]. Column 0: index of the node's token among the D * k tokens. Column 1: index of the parent
+    # among the candidates. It is the number of candidates if the parent is the root, and -1 - i if the parent is
+    # entry i of the concatenated `sorted_prefixes` of `best_first`. Column 2: depth of the node.
     table: np.ndarray
 
 

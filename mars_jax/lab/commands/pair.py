@@ -88,7 +88,7 @@ def make_parser(
 
 
 def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleChoice:
-    """Return the rule that the flags choose, by default mars, with validated settings.
+    """Return the rule that the flags select (by default mars), with validated settings.
 
     Args:
       args: from a parser with `add_rule_flags`.
