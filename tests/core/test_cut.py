@@ -14,7 +14,7 @@ from mars_jax.core.rule import Rule, evidence
 from mars_jax.core.step import cut
 from mars_jax.core.tree import walk
 from mars_jax.core.types import GuideRows, GuideTables, Params, Verdict
-from tests.helpers import begin, committed, ragged
+from tests.helpers import begin, committed, ragged, slow_but
 from tests.helpers.constrained import DRAFT, STOP, TARGET, VOCAB, VOCABULARY, text_of
 from tests.helpers.random_trees import B, D, N, V, random_tree
 
@@ -108,7 +108,7 @@ def random_evidence(seed, temperature):
     return evidence(tree, jnp.asarray(logits), seeds=np.arange(B) + seed, temperature=temperature)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_but([0.0, 1.0], 1.0))
 def test_a_cut_is_that_of_a_python_loop_and_leaves_lossless_rules_unchanged(temperature):
     rules = [verify.exact()] if not temperature else [verify.exact(), verify.rejection()]
 

@@ -42,7 +42,7 @@ def autoregressive(prompts, lengths, **settings):
     return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **settings)[0]
 
 
-@pytest.mark.parametrize(("drafter", "rule"), slow_but(PAIRS, *PAIRS[:2]))
+@pytest.mark.parametrize(("drafter", "rule"), slow_but(PAIRS, PAIRS[0]))
 def test_greedy_output_is_that_of_autoregression(drafter, rule):
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
     state, stats = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, theta=np.inf)
