@@ -215,7 +215,7 @@ def _accept_kernel(
     @pl.when(block == last)
     def _():
         _finish(state, packed_ref, vocab)
-        # This is the last block of the vocabulary, and the block contains whole trees, so walk them.
+        # The statistics of these rows are now complete, and the rows form whole trees, so walk the trees.
         stats = _per_tree(packed_ref, per_row_ref.shape[0], nodes)
         row_settings = per_row_ref[...]
         tokens, parents, *optional_y = (ref[...] for ref in tree_refs)

@@ -171,6 +171,6 @@ def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -
         )
 
     with contextlib.suppress(Exception):  # the outputs' tree may contain objects that cannot be pickled
-        if _source_digest.__wrapped__() == _source_digest():  # otherwise, a module may be outdated
+        if _source_digest.__wrapped__() == _source_digest():  # otherwise, a source file has changed
             keep_bytes(packed, "programs", key)
     return compiled

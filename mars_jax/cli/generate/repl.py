@@ -239,8 +239,8 @@ class Talk:
     def _answer(self, text: str) -> None:
         printer = TextPrinter(self._out, colours=self._job.drafts)
         completion = None
-        # Ctrl-C ends the answer after the current step. In a chat, closing the stream then records the partial text as
-        # the answer.
+        # Ctrl-C ends the answer after the current step. In a chat, closing the stream records the partial text as the
+        # answer.
         with signals.stoppable() as stop_event, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
             # Outside a chat, print the prompt again, so that its continuation follows it.
