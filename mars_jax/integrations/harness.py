@@ -114,7 +114,7 @@ class MarsJax(TemplateLM):
             hosts.connect(args.coordinator, args.num_processes, args.process_id)
         if rows is not None and jax.process_count() > 1:
             raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
-        # Before loading the weights, reject a file that another run wrote.
+        # Before loading the weights, reject a file that was written by a run with different settings.
         self._rows = None
         if rows is not None:
             run_settings = recorded(args, []) | {"max_gen_toks": max_gen_toks}
@@ -303,7 +303,7 @@ class MarsJax(TemplateLM):
         if self._ended:
             raise MarsError(f"the run of '{self._rows.path}' has ended: make another model for another run.")
         row_by_number = {row.get("id"): row for row in self._rows.rows}
-        # Numbers of this call's requests within the whole run.
+        # Indices of this call's requests among all requests of the run.
         numbers = range(self._count, self._count + len(requests))
         part = self._part or slice(0, None, 1)
         part_indices = [i for i, n in enumerate(numbers) if n % part.step == part.start]

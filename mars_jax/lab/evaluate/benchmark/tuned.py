@@ -114,7 +114,7 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
     for group in tasks.values():
         split = _split(group)
         num_turns += turns_of(group[:split], args.chat) * num_arms * len(lengths)
-        # The autoregressive arm is decoded as well, once for each temperature.
+        # At each temperature, the autoregressive arm is run as well.
         num_turns += turns_of(group[split:], args.chat) * (num_arms + len(arms))
     with contextlib.closing(open_rows(args.output, settings)) as file:
         next(iter(decodings.values())).announce(study.problems, num_turns - len(file.rows))
