@@ -103,7 +103,7 @@ def description(part: Any) -> bytes:
     """
     file = io.BytesIO()
     pickler = _Description(file)
-    # Without a memo, the bytes do not depend on whether equal objects are the same object.
+    # Without a memo, the bytes do not depend on whether equal objects are identical.
     pickler.fast = True
     pickler.dump(part)
     return file.getvalue()

@@ -326,7 +326,7 @@ class Talk:
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."
             )
-        # A word such as -1 or -.5 is a value.
+        # A word such as -1 or -.5 is a value, not a flag.
         for flag in (word.partition("=")[0] for word in words if re.match(r"-[^\d.]", word)):
             if flag not in flags:
                 raise MarsError(
