@@ -207,7 +207,7 @@ def _tensor(
 
     def rows(first: int, last: int) -> np.ndarray:
         m = matrix()
-        # Compute (q - z) s for each input and each of these outputs, and transpose: the model stores outputs first.
+        # Compute (q - z) s for all inputs and these outputs, and transpose, because the model stores outputs first.
         steps = m.q[:, first:last].astype(np.float32) - m.zero[m.group, first:last]
         return (steps * m.scale[m.group, first:last].astype(np.float32)).T
 

@@ -152,7 +152,7 @@ class MarsJax(TemplateLM):
           Answered: the run answers only one part of the requests.
           MarsError: the part contains none of the requests.
         """
-        # A read before the first answer, or after the end, changes nothing.
+        # Only the first read after a request ends the run. Other reads have no effect.
         if self._rows is None or not self._count or self._ended:
             return super().rank
         self._ended = True
@@ -425,7 +425,7 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
         stop_strings = [stop_strings]
     # This removes both names, because Python always evaluates the default of the outer `pop`.
     limit = int(kwargs.pop("max_gen_toks", kwargs.pop("max_new_tokens", limit)))
-    # Also sample if a task sets a temperature above 0 but not `do_sample`.
+    # Without `do_sample`, a temperature above 0 turns on sampling.
     is_sampled = bool(kwargs.pop("do_sample", float(kwargs.get("temperature") or 0) > 0))
 
     def taken(*names: str) -> JsonObject:

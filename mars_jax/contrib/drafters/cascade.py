@@ -222,7 +222,7 @@ class Cascade(Drafter):
             # unsure.
             replaced_at, unsure_at = _first(verdict.differs), _first(verdict.unsure)
             decides = (replaced_at < unsure_at) & may_trust
-            # The proxy's version of the draft: x before its first correction, and its own tokens from there on.
+            # The draft as corrected by the proxy: x before the first correction, and the proxy's tokens from there on.
             proxy_tokens = jnp.where(place < replaced_at[:, None], x, verdict.token)
             num_new = jnp.where(decides, replaced_at + 1, jnp.where(may_trust, unsure_at, 0))
             stop_at = _first(is_stop(proxy_tokens, controls.stop_tokens))
