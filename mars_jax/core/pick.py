@@ -90,7 +90,7 @@ def _compare(values: Array, places: Array) -> Array:
     one_hot = one_hot.reshape(one_hot.shape + (1,) * (values.ndim - 2))
     if values.dtype == bool:
         return jnp.any(one_hot & values[:, None], axis=2)
-    # Each sum has at most one nonzero term, so it is exact, even if other values are NaN.
+    # `where` replaces all other values with 0, even NaN, so each sum has at most one nonzero term and is exact.
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)
 
 
@@ -115,6 +115,6 @@ def _scatter(places: Array, values: Array, size: int) -> Array:
 
 
 def _compare_put(places: Array, values: Array, size: int) -> Array:
-    # A one-hot array bool[B, size, P]. Indices are distinct, so each sum has at most one nonzero term.
+    # A one-hot array bool[B, size, P]. Indices are distinct, so each sum below has at most one nonzero term.
     one_hot = places[:, None, :] == jnp.arange(size, dtype=places.dtype)[None, :, None]
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)

@@ -86,7 +86,8 @@ class _Hooks(NodeTransformer):
 
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
-        # The targets of an assignment, as in `{% set a, b = pair %}`, are also a tuple node, but they create no value.
+        # The targets of an assignment, as in `{% set a, b = pair %}`, are also parsed as a tuple node, but this node
+        # creates no value.
         if getattr(node, "ctx", "load") == "store":
             return node
         return _filtered(node, " new")

@@ -257,7 +257,8 @@ def _ring_layer(
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
-            # Write the halves of a piece separately: they come from different devices, so their slots are not adjacent.
+            # Write the two halves of a piece separately: they may come from different devices, in slots that are not
+            # adjacent.
             for (_, *new_rows, _), piece_halves in zip(projections, halves, strict=True):
                 for half, visible in enumerate(piece_halves):
                     rows = [

@@ -254,7 +254,7 @@ def main() -> None:
     first = functools.partial(initial, TARGET, args.seed)
     target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)
     trained = functools.partial(jax.tree.map, jnp.array, target)
-    # Shuffle the text differently, so that the target has not seen most of these rows in the first stage.
+    # Shuffle the text with another seed than in the first stage, so that most rows are new to the target.
     target = train(
         "refine", trained, target_loss, REFINE_SHARES, args.refine_tokens, TARGET_STEP, seed=args.seed + 1
     )
