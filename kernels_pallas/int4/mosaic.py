@@ -272,8 +272,9 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat1
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
     if in_bfloat16:
-        # The matrix units of these chips have a depth of two chunks. Each word contains the bfloat16 scale twice, for
-        # two weights. The bits of a bfloat16 number are the upper half of the bits of the same float32 number.
+        # The matrix units of these chips have a depth of two chunks. Each word contains the bfloat16 scale twice, once
+        # for each of two weights. The bits of a bfloat16 number are the upper half of the bits of the same float32
+        # number.
         product_depth = 2 * CHUNK
         scale_bits = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
         scale = lax.bitcast_convert_type(scale_bits | lax.shift_right_logical(scale_bits, 16), jnp.float32)

@@ -74,7 +74,7 @@ def append(buffers: PyTree, length: Array, new: PyTree, count: Array) -> PyTree:
     """
     buffer_size, new_width = (jax.tree.leaves(x)[0].shape[1] for x in (buffers, new))
     offset = jnp.arange(new_width, dtype=jnp.int32)[None]
-    # Entries past `count` get an index past the end, which scatter drops.
+    # Entries past `count` get an index past the end of the buffer, so the scatter drops them.
     targets = jnp.where(offset < count[:, None], length[:, None] + offset, buffer_size)
     put = jax.vmap(lambda row, targets, new: row.at[targets].set(new, mode="drop"))
     return jax.tree.map(lambda buffer, new: put(buffer, targets, new), buffers, new)

@@ -231,7 +231,7 @@ class SizedDecoder(Decoder):
             # through `lax.cond`.
             state, info = lax.fori_loop(0, (size == number).astype(jnp.int32), step, (state, info))
         verdict, length = info.verdict, jnp.asarray(lengths, jnp.int32)[size]
-        # Allow a sparse drafter more idle steps, because it often finds no draft for a few steps.
+        # Allow a sparse drafter more idle steps, because it often finds no draft for several steps in a row.
         patience = PAUSE if self.drafter.sparse else 1
         counts = counts.after(length, verdict.num_accepted, expected, patience)
         # After the accepted nodes, a path repeats its last node.

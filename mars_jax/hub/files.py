@@ -304,7 +304,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
             reason = first_line(error).partition(". ")[0]
             raise MarsError(f"'{path}' is damaged or unsafe ({reason}): download it again.") from None
-    # A .bin file may contain values other than tensors, or tensors without rows to read: sparse, nested or meta
+    # A .bin file may contain values other than tensors, or tensors whose rows cannot be read: sparse, nested or meta
     # tensors.
     if not isinstance(state, dict) or not all(
         isinstance(name, str)

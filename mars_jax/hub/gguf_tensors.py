@@ -240,7 +240,7 @@ def _blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.nda
             scale.reshape(rows, -1),
             offset.reshape(rows, -1),
         )
-    # Number of bytes before a block's weights: those of the scale d and, in Q4_1, of the minimum m.
+    # Number of bytes before a block's weights: 2 for the scale d and, in Q4_1, 2 for the minimum m.
     head = 2 if kind == "Q4_0" else 4
     blocks = data.reshape(rows, -1, head + _BLOCK_SIZE // 2)
     factors = np.ascontiguousarray(blocks[..., :head]).view(np.float16).astype(np.float32)

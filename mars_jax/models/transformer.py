@@ -327,7 +327,7 @@ def _ring_layers(
     """
 
     def on_device(layers: Sequence[dict], x: Array, first: Array, cache: KVCache):
-        # For each piece, in the order of `ring.starts`: the `Visible` of its two halves, and their positions.
+        # For each piece, in the order of `ring.starts`, compute the `Visible` of its two halves and their positions.
         n = x.shape[1]
         halves = [
             [Visible.causal(first + start, n // 2) for start in piece_halves]
