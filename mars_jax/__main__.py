@@ -9,7 +9,7 @@ from mars_jax.cli import quiet, signals
 
 def main(*words: str) -> int:
     """Run the command line, with `words` inserted before its arguments, and return the exit code."""
-    # Nearly all objects allocated at startup stay alive, so frequent garbage collection would only slow it down.
+    # Nearly all objects allocated at startup stay alive, so frequent garbage collection would only slow startup down.
     gc.set_threshold(50_000)
     _reserve()
     signals.handle()  # imports are slow, and Ctrl-C must work during them

@@ -152,7 +152,7 @@ def _by_expert(
             # Prefetch the visits and the bounds of the experts' rows as scalars, because the block indices depend on
             # the visits.
             num_scalar_prefetch=4,
-            # The visits of a tile are consecutive, so its results stay in fast memory between them.
+            # The visits to a tile are consecutive, so its results stay in fast memory between them.
             grid=(pl.cdiv(num_outputs, out_width), num_visits),
             in_specs=[
                 pl.BlockSpec((tile_rows, num_inputs), lambda n, v, experts, tiles, *_: (tiles[v], 0)),
@@ -186,7 +186,7 @@ def _kernel(
     visit = pl.program_id(1)
     expert_id, tile_id = expert[visit], tile[visit]
     y = product(x_ref[...], *matrix_refs)
-    # A tile with rows of several experts is visited once for each of these experts. Only write the rows of this expert.
+    # A tile with rows of several experts is visited once for each of these experts. Write only this expert's rows.
     row = tile_id * y.shape[0] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
     # On the first visit to a tile, `out` is not initialised. Together, the visits to a tile write every row that has an

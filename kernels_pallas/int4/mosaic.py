@@ -81,8 +81,8 @@ def dense_int4(
     """
     (row_count, inputs), (groups, group_size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // group_size
-    # Scale the results of each group if the rows of x fit in one product after they are split by group. Otherwise scale
-    # the weights.
+    # If the rows of x still fit in one product after each is split into one row per group, scale the results of each
+    # group. Otherwise scale the weights.
     by_group = groups_per_chunk * row_count <= ROWS or groups_per_chunk == 1
     in_bfloat16 = not chip.startswith(("TPU v4", "TPU v5"))
     block_inputs, block_outputs = block_sizes(inputs, outputs, groups, in_bfloat16=in_bfloat16)
@@ -91,7 +91,7 @@ def dense_int4(
     if by_group and groups_per_chunk > 1:
         parts = groups_per_chunk
         x = _row_per_group(x, group_size, parts)
-        # Store 8 rows of scales per chunk, which match 8 rows of a product (see `_start_total`).
+        # Store 8 rows of scales per chunk, one for each of 8 rows of a product (see `_start_total`).
         scale_rows = block_inputs // CHUNK * SUBLANES
     padded_rows = round_up(len(x), SUBLANES)
     x = jnp.pad(x, ((0, padded_rows - len(x)), (0, 0)))
@@ -124,7 +124,8 @@ def dense_int4(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=48 * 2**20
         ),
-        # Each output takes half a byte per weight, 6 bytes per group for its scale and offset, and 4 bytes per row.
+        # For each output, the kernel reads half a byte per weight and 6 bytes per group for its scale and offset, and
+        # writes 4 bytes per row.
         cost_estimate=pl.CostEstimate(
             flops=2 * padded_rows * inputs * outputs,
             transcendentals=0,
@@ -204,8 +205,8 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
     input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
     permutation = (row == input_row).astype(jnp.bfloat16)
-    # A product with `group_members` bf16[inputs, groups] adds up each group. Group sizes are powers of two, so `row &
-    # -size` is the first input of the row's group.
+    # A product with `group_members` bf16[inputs, groups] adds up the inputs of each group. Group sizes are powers of
+    # two, so `row & -size` is the first input of the row's group.
     size = memory.values.shape[1]
     row, column = (lax.broadcasted_iota(jnp.int32, (inner, inner // size), axis) for axis in (0, 1))
     group_members = ((row & -size) == column * size).astype(jnp.bfloat16)
@@ -234,8 +235,8 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
         for i in range(len(memory.scales)):
             step_scale = scale[i * block_groups : (i + 1) * block_groups]
             if groups_per_chunk > 1:
-                # Row r * groups_per_chunk + g of a product belongs to group g of the chunk. Store the scales in this
-                # order too, repeated until they fill the 8 rows of a register.
+                # Row r * groups_per_chunk + g of a product belongs to group g of the chunk. Store the chunk's scales in
+                # the same order, repeated until they fill the 8 rows of a register.
                 chunks = [
                     step_scale[first : first + groups_per_chunk]
                     for first in range(0, block_groups, groups_per_chunk)
@@ -253,7 +254,7 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
     """Return `product` plus the product of one block, scaling the results of each group."""
     values, scales, (rows, _) = memory.values, memory.scales, product.shape
     for c in range(memory.ordered.shape[2] // CHUNK):
-        # bf16[CHUNK, outputs]; weights of the chunk plus 24, in the order of `ordered`.
+        # bf16[CHUNK, outputs]; the chunk's weights, each increased by `BIAS`, in the order of `ordered`.
         w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
         chunk_product = _product(memory.ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
         if values.shape[1] == CHUNK:
@@ -271,13 +272,14 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat1
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
     if in_bfloat16:
-        # The matrix units of these chips have a depth of two chunks. Each word contains the bfloat16 scale twice, for
-        # two weights. The bits of a bfloat16 number are the upper half of the bits of the same float32 number.
+        # The matrix units of these chips have a depth of two chunks. Each word contains the bfloat16 scale twice, once
+        # for each of two weights. The bits of a bfloat16 number are the upper half of the bits of the same float32
+        # number.
         product_depth = 2 * CHUNK
         scale_bits = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
         scale = lax.bitcast_convert_type(scale_bits | lax.shift_right_logical(scale_bits, 16), jnp.float32)
     else:
-        # `_scaled` uses weights in the top 4 bits of a word, which are too large by a factor of 2^28.
+        # `_scaled` leaves each weight in the top 4 bits of its word, which multiplies it by 2^28.
         product_depth, scale = CHUNK, scale * 2.0**-28
     for first_input in range(0, inner, product_depth):
         end_input = min(first_input + product_depth, inner)
@@ -302,7 +304,7 @@ def _product(x: Array, w: Array) -> Array:
 
 def _split(x: Array) -> tuple[Array, Array]:
     """Split float32 numbers into two bfloat16 numbers whose sum is accurate to 16 bits."""
-    # The second number is the rounding error of the first, rounded to bfloat16.
+    # The first number is x rounded to bfloat16. The second is the rounding error, also in bfloat16.
     high_part = x.astype(jnp.bfloat16)
     return high_part, (x - high_part.astype(jnp.float32)).astype(jnp.bfloat16)
 
@@ -352,7 +354,7 @@ def _scaled(values: Ref, scales: Array, chunk: int, in_bfloat16: bool) -> list[A
         else:
             for k in range(4):
                 # The weight of input k + 4 is in the top bits, including its sign. The weight of input k is 16 bits
-                # lower and changes it by less than 2^-12, so there is no need to mask it out.
+                # lower and adds less than 2^-12 to this weight, so it does not need to be masked out.
                 two_inputs = (word << (12 - 4 * k)) & -0x0FFF1000
                 scaled_parts += [w.astype(jnp.float32) * scale for w in (two_inputs << 16, two_inputs)]
     return scaled_parts

@@ -33,9 +33,9 @@ def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
     if row_count > ROWS:
         matrix = dequantised(values, scale, offset).astype(x.dtype)
         return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    # Pad to a multiple of 8 rows: for fewer rows, a TPU would not use its matrix units.
+    # Pad to a multiple of 8 rows, because a TPU multiplies fewer than 8 rows without its matrix units.
     x_groups = jnp.pad(x, ((0, -row_count % SUBLANES), (0, 0))).reshape(-1, num_groups, group_size)
-    # Every float dtype represents 4-bit integers exactly, so multiply by the integers and scale the sums of each group.
+    # bfloat16 and float32 represent 4-bit integers exactly, so multiply by the integers and scale each group's sums.
     y = jnp.einsum("bgk,gkn->gbn", x_groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
     # f32[G, R, 1]; sums of x over groups, which are multiplied by the offsets.
     x_sums = jnp.sum(x_groups.astype(jnp.float32), axis=-1).T[..., None]

@@ -78,7 +78,7 @@ def margin_accept(
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
     plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)
-    # Pass the settings of each row as integers in one array: theta (its bits), strict, max_relaxed_run and the stop
+    # Pass the settings of each row as integers in one array: the bits of theta, strict, max_relaxed_run and the stop
     # tokens.
     settings_columns = [
         bits(controls.theta.astype(jnp.float32))[:, None],
@@ -215,12 +215,12 @@ def _accept_kernel(
     @pl.when(block == last)
     def _():
         _finish(state, packed_ref, vocab)
-        # This is the last block of the vocabulary, and the block contains whole trees, so walk them.
+        # The statistics of these rows are now complete, and the rows form whole trees, so walk the trees.
         stats = _per_tree(packed_ref, per_row_ref.shape[0], nodes)
         row_settings = per_row_ref[...]
         tokens, parents, *optional_y = (ref[...] for ref in tree_refs)
         y = next(iter(optional_y), None)
-        # The columns of the settings are theta (its bits), strict, max_relaxed_run and the stop tokens.
+        # The columns of the settings are the bits of theta, strict, max_relaxed_run and the stop tokens.
         theta = lax.bitcast_convert_type(row_settings[:, 0:1], jnp.float32)
         controls = AcceptControls(theta, row_settings[:, 1:2], row_settings[:, 2:3], row_settings[:, 3:])
         walked = walk_columns(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)

@@ -62,8 +62,8 @@ def accept_by_edges(
 
     # y is the target's token at every node. At temperature 0, it is the argmax.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
-    # Entry i of an array of edges is the edge from the parent of node i to node i. The edge may be relaxed only if the
-    # parent's margin is low, and neither y nor the best token at the parent is a stop token.
+    # Entry i of an array of edges is the edge from the parent of node i to node i. Three conditions at the parent must
+    # hold for the edge to be relaxed: the margin is low, y is not a stop token, and the best token is not a stop token.
     low_margin = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low_margin & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))

@@ -120,7 +120,7 @@ def as_arrays(controls: AcceptControls) -> AcceptControls:
     """Convert an object with the fields of `AcceptControls` to `AcceptControls` with `strict` i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
-        # In a strict row, the number of strict edges exceeds the depth of every tree.
+        # In a strict row, set the number of strict edges above the depth of any tree.
         strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)
     return AcceptControls(
         controls.theta, strict.astype(jnp.int32), controls.max_relaxed_run, controls.stop_tokens
@@ -151,7 +151,7 @@ def ratio(z1: Array, z2: Array, theta: Array) -> Array:
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
     """
-    # The inner `where` avoids a division by 0. In such rows, the result is False anyway.
+    # The inner `where` avoids a division by 0. If z1 <= 0, the result is False anyway.
     return (z1 > 0) & (z2 / jnp.where(z1 > 0, z1, 1.0) > theta)
 
 

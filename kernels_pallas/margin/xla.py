@@ -78,7 +78,7 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     id1, id2 = close(top1, id1, top2, id2, vocab)
     log_sum_exp = None
     if logsumexp:
-        # If all logits of a row are -inf, subtract a finite number instead of the maximum, which would give NaN.
+        # If all logits of a row are -inf, subtracting their maximum would give NaN, so subtract a finite number.
         shift = jnp.maximum(top1, LOWEST)
         # logsumexp(z) = shift + log sum exp(z - shift), with exponents of at most 0.
         exponent = logits.astype(jnp.float32) - shift[..., None]
@@ -120,7 +120,7 @@ def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
     second_block = jnp.argmax(
         jnp.where(block_ids == best_block, -jnp.inf, block_maxima.astype(jnp.float32)), axis=-1, keepdims=True
     )
-    # Gather the logits of the two best blocks. Append the tokens after the last full block.
+    # Gather the logits of the two best blocks, and append those after the last full block.
     best_blocks = jnp.concatenate([best_block, second_block.astype(jnp.int32)], axis=-1)
     values = jnp.take_along_axis(full_blocks, best_blocks[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
     offset = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)

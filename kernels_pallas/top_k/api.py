@@ -70,7 +70,8 @@ def sharded_top_k(
     forms: dict[str, Form] = dict.fromkeys(("reference", "xla", "partitioned", "pallas_tpu"), form)
     if _runs_kernel(part, k, implementation):
         kernel: Any = functools.partial(form, interpret=False)
-        # The thread that tries to compile the kernel has no mesh, so compile a function without the all-gather.
+        # The kernel is compiled on trial in a thread that has no mesh, so the trial compiles a function without the
+        # all-gather.
         kernel.trial = functools.partial(_top_k_of_parts, k=k)
         forms["pallas_tpu"] = kernel
     return dispatch(implementation, interpret, (part,), forms)

@@ -16,8 +16,8 @@ def fits_in_vmem(vocab: int, k: int) -> bool:
     >>> fits_in_vmem(32000, 10), fits_in_vmem(262144, 10)
     (True, False)
     """
-    # One lane is needed for the logsumexp. The smallest block has as many rows as a register, and takes 4 bytes per
-    # number after the conversion to float32.
+    # One lane holds the logsumexp, so at most LANES - 1 are left for the entries. The smallest block has SUBLANES rows,
+    # the height of a register. As float32, each of its logits takes 4 bytes.
     return k < LANES and SUBLANES * 4 * vocab <= BLOCK_BYTES
 
 
@@ -32,6 +32,7 @@ def block_rows(rows: int, vocab: int, k: int, dtype: DTypeLike) -> int:
             f"the {k} largest of {vocab} tokens do not fit: the kernel takes at most {LANES - 1} of "
             f"{BLOCK_BYTES // SUBLANES // 4} tokens, so pass implementation='xla'."
         )
-    # Use whole tiles, and at most 16 rows, because a scan keeps the state of all rows of a block in registers.
+    # A block consists of whole tiles. It has at most 16 rows, because a scan keeps the state of all its rows in
+    # registers.
     tile = tile_rows(dtype)
     return min(rows, max(tile, min(2 * SUBLANES, BLOCK_BYTES // (4 * vocab) // tile * tile)))

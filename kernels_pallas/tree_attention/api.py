@@ -167,7 +167,7 @@ def _attend(
         k, v = xla.write_new_rows(operands.k, operands.v, new)
         operands, new = operands._replace(k=k, v=v), None
     if implementation == "pallas_tpu":
-        # Import this module only when it is needed, because it imports Pallas.
+        # Import this module only if it is needed, because it in turn imports Pallas.
         from kernels_pallas.tree_attention import mosaic
 
         return mosaic.tree_attention(operands, new, blocks=blocks, interpret=interpret)

@@ -76,7 +76,8 @@ def tree_attention(
     batch, n, heads, group, dim = q.shape
     has_scales = operands.k_scale is not None
     blocks, align = attention_blocks(blocks, q.shape, k.shape[1], k.dtype, scaled=has_scales)
-    # Get the rows of the region that each query attends to, and the last position that its window hides.
+    # For each query, find the rows of the region that it attends to and the last position that the window hides from
+    # it.
     visible_rows, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
     # Divide a batch of even size into two halves. On a chip with two cores, each core processes one half; other chips
@@ -183,8 +184,8 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
         sources = [x.reshape(k.shape[0], shape.slots, dim) for x in sources]
         buffer_shape = (block_slots, dim)
     else:
-        # A strided load reads rows that are as wide as a register, so copy wider heads in parts. `attention_blocks`
-        # has checked that a head is narrower than a register or a multiple of its width.
+        # A strided load reads rows that are as wide as a register, so copy wider heads in parts. `attention_blocks` has
+        # checked that a head is narrower than a register, or that its width is a multiple of the register's.
         part_width = min(dim, LANES)
         buffer_shape = (dim // part_width, block_slots, k.shape[2], part_width)
     if in_place:
@@ -301,9 +302,9 @@ def tile_table(
 class _Folded(NamedTuple):
     """Running softmax of each head over the blocks processed so far."""
 
-    # `top` and `total` are repeated in all lanes, because all lanes of the scores need them. If they were stored in one
-    # lane, every register of scores would need a permutation. For a draft tree, these permutations took nearly half of
-    # the time spent on a block.
+    # `top` and `total` are repeated in all lanes, because they are combined with values in every lane. If they were
+    # stored in one lane, every register of scores would need a permutation. For a draft tree, these permutations took
+    # nearly half of the time spent on a block.
     top: Ref  # f32[K, M, 128], identical in all lanes; largest score
     total: Ref  # f32[K, M, 128], identical in all lanes; sum of the weights relative to `top`
     mixed: Ref  # f32[K, M, D]; sum of the weighted values
@@ -378,7 +379,7 @@ class _Core(NamedTuple):
                 return 0
 
             lax.fori_loop(0, self.rows, start_row, 0)
-        # Start filling all buffers except one, which the first step of the first item fills.
+        # Start filling all buffers except one. The first step of the first item starts filling that one.
         for _ in range(self.shape.blocks.buffers - 1):
             self.copy_next()
 
@@ -402,8 +403,8 @@ class _Core(NamedTuple):
         def _():
             start = self.start_of(item, block)
             if self.shape.writes:
-                # Wait for the new rows only before the first block that contains some. All batch rows share semaphores,
-                # so wait for the new rows of all batch rows.
+                # Wait for the new rows only before the first block that contains any of them. The batch rows share
+                # their semaphores, so wait until the new rows of all batch rows have been written.
                 unwritten = state[LANDED] == 0
                 pl.when(unwritten & (start + blocks.slots > self.entry(WRITTEN, item)))(self.land)
 
@@ -487,7 +488,8 @@ def _attend_block(q: Ref, folded: _Folded, core: _Core, buffer: Array, mask: Arr
         scores = lax.dot_general(
             q[0, 0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-        # f32[M, slots]; without a cap, the scale includes the factor log2(e). With a cap, it is applied after the tanh.
+        # f32[M, slots]. Without a cap, the scale includes the factor log2(e). With a cap, this factor is applied after
+        # the tanh.
         scores = scores * (scale if cap is not None else scale * LOG2_E)
         if len(buffers) > 2:
             # Multiply by the scales of the keys. There is one scale per slot, which is a lane of the scores.
@@ -523,8 +525,8 @@ def _mask(columns: Array, first: Array, start: Array, own_start: Array, size: in
     if causal:
         visible = (slot <= columns[:, UPPER : UPPER + 1]) & in_window
     else:
-        # Bit r % 32 of word r // 32 is set if the query attends to row r of the region. Slots before the region have
-        # row < 0.
+        # Bit r % 32 of word r // 32 is set if the query attends to row r of the region. `region_row` is negative for
+        # slots before the region.
         region_row = slot - first
         word = jnp.zeros_like(region_row)
         for i in range(columns.shape[1] - WORDS):
@@ -547,7 +549,8 @@ def _of_head(ref: Ref, buffer: Array, head: int, dtype: DTypeLike, simulated: bo
         return ref[buffer].astype(dtype)
     _, parts, size, heads, width = ref.shape
     packing = 4 // jnp.dtype(ref.dtype).itemsize
-    # A slot has `slot_words` 32-bit words, each with `packing` heads. `place_in_word` counts heads from the low bits.
+    # A slot has `slot_words` words of 32 bits, each of which contains one number from each of `packing` heads.
+    # `place_in_word` is the head's place within its word, counted from the low bits.
     slot_words, place_in_word = heads // packing, head % packing
     head_parts = []
     for part in range(parts):
@@ -565,7 +568,7 @@ def _of_head(ref: Ref, buffer: Array, head: int, dtype: DTypeLike, simulated: bo
             rows = rows << 16 if place_in_word == 0 else rows & jnp.uint32(0xFFFF0000)
             rows = pltpu.bitcast(rows, jnp.float32)
         elif packing == 4:
-            # Shift the byte to the top of the word and back, which extends its sign.
+            # Sign-extend the byte: shift it to the top of the word and back.
             rows = (pltpu.bitcast(rows << (8 * (3 - place_in_word)), jnp.int32) >> 24).astype(jnp.float32)
         head_parts.append(rows.astype(dtype))
     return jnp.concatenate(head_parts, axis=1)

@@ -66,7 +66,7 @@ def region(
       position before the window of each query, i32[B, N], or None without a window.
     """
     n = positions.shape[1]
-    # The window contains the positions above `position - window`, so this is the last hidden position.
+    # A query sees only positions above `position - window`, so this position is the last hidden one.
     last_hidden = None
     if window is not None:
         last_hidden = positions - window
@@ -97,7 +97,7 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidd
     if inside is None:
         # Query i is row i of the region, and attends to the slots up to `first + i`.
         sees_slot = slot_row[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
-        # The queries are consecutive, so slot s contains the token at position s.
+        # With a causal mask, positions are consecutive, so slot s contains the token at position s.
         if last_hidden is None:
             return sees_slot
         return sees_slot & (slot_ids[None, None] > last_hidden[:, :, None])

@@ -67,7 +67,8 @@ def attention_blocks(
             f"{round_up(slots, align)}."
         )
     if blocks is None:
-        # Choose the largest number of slots whose keys take at most `ATTENTION_BYTES`: a power of two from 64 to 512.
+        # Choose a power of two from 64 to 512: the largest one for which the keys of a block take at most
+        # `ATTENTION_BYTES`, or 64 if there is none.
         block_slots = 512
         while block_slots > 64 and block_slots * heads * dim * itemsize > ATTENTION_BYTES:
             block_slots //= 2

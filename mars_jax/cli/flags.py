@@ -288,8 +288,8 @@ class Present:
                 cure = f"leave it out, or draft with {drafters_that(trait)}"
                 self.refuse(names, f"to --draft {draft.kind}, which {lack_reason}: {cure}")
         tree = self._args.tree
-        # A static tree is a tuple with the number of children per node at each depth. If all of these are 1, it is a
-        # chain.
+        # A static tree is a tuple of the numbers of children per node at each depth. If all of them are 1, the tree is
+        # a chain.
         is_dynamic = tree is not None and not isinstance(tree, tuple)
         if is_dynamic and not draft.definition.dynamic:
             cure = "give the children per node at each depth, such as 4-2-2-1"

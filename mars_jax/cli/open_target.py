@@ -110,8 +110,8 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
       MarsError: the draft does not exist; see also `hub.outline` and `shared_tokens`.
     """
     path = draft.path
-    # A head is compared with the target when its weights are loaded. Here, check only that it exists, and download its
-    # checkpoint from the hub without the weights.
+    # A head is compared with the target when the head's weights are loaded. Here, check only that the head exists, and
+    # download its checkpoint from the hub without the weights.
     if draft.kind != "model":
         if draft.checkpoint:
             resolve(draft.checkpoint, weights=False)
@@ -166,6 +166,6 @@ def _output_of_process(out: IO[str]) -> Iterator[IO[str]]:
         if hosts.is_first():
             yield stdout_copy
             return
-    # Other processes would only repeat the result and the notes of the first one.
+    # Other processes would only repeat the result and the notes of the first process.
     with open(os.devnull, "w") as null_stream, contextlib.redirect_stderr(null_stream):
         yield null_stream

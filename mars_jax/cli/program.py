@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         for group in self._action_groups:
-            # Shorten the help of copies of the actions, because --help-all prints it in full.
+            # Shorten the help only in copies of the actions, because --help-all prints the full help.
             actions = [copy.copy(action) for action in group._group_actions if action.dest in self._short]
             for action in actions:
                 action.help = (action.help or "").partition("; ")[0]
@@ -106,8 +106,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise MarsError instead of printing argparse's usage. Suggest a similar flag or choice."""
         suggestion = ""
-        # argparse passes only a finished message, so extract the flag or the value from it. Some versions of Python
-        # quote the choices and others do not.
+        # argparse passes only the complete message, so extract the flag or the value from it. Only some versions of
+        # Python quote the choices.
         invalid_choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")

@@ -47,5 +47,5 @@ def read_remote(url: str) -> bytes:
     except ImportError as error:
         raise MarsError(f"'{url}' needs a package ({first_line(error)}): install it with pip.") from None
     except Exception as error:
-        # The store libraries have no common base class for their errors.
+        # The libraries that access the stores have no common base class for their errors.
         raise MarsError(f"'{url}' cannot be read ({first_line(error)}): check URL and permissions.") from None

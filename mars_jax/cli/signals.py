@@ -56,7 +56,8 @@ def handle() -> None:
     signal.set_wakeup_fd(_state.writing, warn_on_full_buffer=False)
     for number in signal_numbers:
         signal.signal(number, _on_signal)
-    # Save the terminal's settings, which `readline` changes while it reads a line. stdin may not be a terminal.
+    # Save the terminal's settings, which `readline` changes while it reads a line. If stdin is not a terminal, there
+    # are no settings to save.
     with contextlib.suppress(termios.error):
         _state.terminal = termios.tcgetattr(0)
     for _ in range(2):  # the second thread reads signals that arrive while the first one ends the process
@@ -100,7 +101,7 @@ def stoppable() -> Iterator[threading.Event]:
     try:
         yield _state.interrupt_event
     finally:
-        if _state.writing is not None:  # wait until all signals that arrived in the block have been read
+        if _state.writing is not None:  # wait until all signals that arrived during the block have been read
             _state.marked.clear()
             os.write(_state.writing, bytes([_MARK]))
             _state.marked.wait()  # `_watch` has set `interrupt_event` to None: the next Ctrl-C ends the process
@@ -129,7 +130,7 @@ def _watch(reading: int) -> None:
             number = os.read(reading, 1)[0]
             interrupt_event = _state.interrupt_event
             if number == _MARK:
-                # All signals that arrived in the block of `stoppable` have been read.
+                # All signals that arrived during the block of `stoppable` have been read.
                 _state.interrupt_event = None
                 _state.marked.set()
             elif number == signal.SIGINT and interrupt_event is not None and not interrupt_event.is_set():

@@ -135,7 +135,7 @@ class _Pieces:
             self.free[loop].append(end)
             return end
         end = self.state()
-        # Each optional repetition can be skipped with a transition from its start to the end.
+        # A transition from the start of each optional repetition to `end` skips all remaining repetitions.
         for _ in range(node.most - node.least):
             self.free[start].append(end)
             start = self.add(node.part, start)

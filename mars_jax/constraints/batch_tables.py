@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
     """Constraints compiled to tables that the decoding step reads."""
 
     tables: Tables  # for `Params.guides`
-    starts: dict[Hashable, tuple[int, int]]  # (initial state, group), keyed by constraint or another key
+    starts: dict[Hashable, tuple[int, int]]  # (initial state, group) of each table, keyed as in `join_tables`
 
     def rows(self, keys: Sequence[Hashable], states: Sequence[int] | None = None) -> Tracked:
         """Return the initial states and groups of a batch's rows, for `Controls.guides`.

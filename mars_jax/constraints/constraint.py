@@ -30,7 +30,7 @@ class Constraint:
     kind: str
     content: Any  # a string, a tuple of strings or a tuple of token ids, depending on `kind`
     compact: bool = False
-    # True if lossy rules may relax constrained tokens. Ignored in comparisons, because tables do not depend on it.
+    # True if lossy rules may relax constrained tokens. Not compared, because a constraint's tables do not depend on it.
     relax: bool = dataclasses.field(default=False, compare=False)
 
     def relaxed(self) -> Constraint:

@@ -211,7 +211,7 @@ class _Writer:
         _only(keywords, {"const", "enum", "type"}, f" next to {listing_keywords}", where)
         values = keywords.get("enum", [keywords.get("const")])
         if "const" in keywords:
-            # Compare the JSON of values, because in Python 1 == True and 1 == 1.0.
+            # Compare the values as JSON, because 1 == True and 1 == 1.0 in Python.
             const_json = json.dumps(keywords["const"], sort_keys=True)
             values = [value for value in values if json.dumps(value, sort_keys=True) == const_json]
         if "type" in keywords:
@@ -378,8 +378,8 @@ def _unexpected(name: str, value: object, where: str, expected: str) -> MarsErro
 def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
     """Merge a schema with `beside`, the keywords next to the `$ref`, `allOf` or `anyOf` that includes the schema."""
     keywords = _keywords(schema, where)
-    # Values must satisfy both schemas. A keyword in both would need an intersection, which is only supported for
-    # `type`, below.
+    # Values must satisfy both schemas. If a keyword occurs in both, its two values would have to be intersected, which
+    # is only supported for `type`, below.
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":
             raise MarsError(

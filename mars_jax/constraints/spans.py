@@ -118,8 +118,8 @@ class Spans:
         classes = np.zeros(256, np.uint8)
         classes[tag_bytes] = np.arange(1, len(tag_bytes) + 1)
         other_byte = next(b for b in range(256) if b not in tag_bytes)
-        # Build the product automaton of the trackers, starting from its initial state. Bytes that no tracker
-        # distinguishes are in class 0.
+        # Build the product automaton of the trackers, starting from its initial state. Class 0 contains all bytes that
+        # no tracker distinguishes.
         start = ((0, 0),) * len(trackers)
         state_ids, todo, next_rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
         for states in todo:

@@ -72,7 +72,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _by_bytes(self) -> dict[bytes, int]:
-        # If several ids have the same bytes, keep the lowest id, which is written last.
+        # Iterate in reverse: if several ids have the same bytes, the lowest id is written last and replaces the others.
         return {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
 
     @functools.cached_property

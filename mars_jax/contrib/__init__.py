@@ -10,7 +10,7 @@ from typing import Any
 
 from mars_jax.utils.user_code import load_function
 
-# {public name: "module:name"}; each object is imported on first use, and so are the rules.
+# {public name: "module:name"}; each object is imported on first use. So are the rules, which are not listed here.
 _HOME = {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {

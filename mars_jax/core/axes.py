@@ -121,7 +121,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     axis_sizes: dict[str, int] = {}
     for axis_text in text.split(","):
         name, _, size_text = (piece.strip() for piece in axis_text.partition("="))
-        # `int` raises an error for more than 4,300 digits, and no mesh has a billion devices.
+        # Nine digits are enough for any mesh, and `int` raises an error for more than 4,300.
         is_whole = size_text.isascii() and size_text.isdigit() and len(size_text) < 10
         if name not in _ROLES or name in axis_sizes or not is_whole or not int(size_text):
             raise MarsError(
@@ -356,8 +356,8 @@ def _ready() -> AbstractMesh | None:
     """Return the current mesh if its axes other than those of the rows can be mapped manually; otherwise None."""
     mesh = current()
     data_axes = set(names_of("data", mesh))
-    # All row axes must already be mapped, but no other axes. Outside `by_rows`, no axis is mapped; inside
-    # `map_devices`, all axes are.
+    # The row axes, and no others, must already be mapped. Outside `by_rows`, no axis is mapped; inside `map_devices`,
+    # all axes are.
     if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data_axes:
         return None
     return mesh

@@ -126,7 +126,7 @@ def _is_short(buffer: Array) -> bool:
 def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     # Rewrite every slot of the buffer with a select, which is cheap because the rows are short. At most one node is
-    # written to each slot, so the sum over nodes has one nonzero term and copies it exactly.
+    # written to each slot, so the sum over nodes has at most one nonzero term and is exact.
     is_target = _one_hot(buffer, slot)
     written_rows = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
     return jnp.where(jnp.any(is_target, axis=1), written_rows, buffer)
@@ -167,7 +167,7 @@ def commit_path(cache: PyTree, start: Array, path: Array) -> PyTree:
       path: i32[B, D + 1]; node ids from the root.
     """
     # i32[B, D]: entry d is the current slot of the path's node at depth d + 1. All rows are read before any is written.
-    # Past the accepted depth the path repeats its last node, and the next step overwrites those copies.
+    # Past the accepted depth, the path repeats its last node, and the next step overwrites the copies of this node.
     source_slots = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:

@@ -187,7 +187,7 @@ class Decoder:
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         draft_keys, verify_keys = step_keys(state)
         conditions = Conditions.of(params, state)
-        # Draft a tree of cheap guesses below its root, node 0, which is the last committed token.
+        # Draft a tree of cheap guesses. Its root, node 0, is the last committed token.
         tree, draft = propose(self.drafter, params, state, conditions, draft_keys)
         nodes = conditions.at(tree)
         # One forward pass of the target computes p(. | tokens up to node i) for all nodes i at once.

@@ -38,7 +38,7 @@ class Donating(Generic[P, R]):
         try:
             return self._jitted(*args, **kwargs)
         except (RuntimeError, ValueError):
-            # jaxlib does not name the argument whose buffer was deleted, so search the leaves of all arguments.
+            # jaxlib does not name the argument whose buffer was deleted, so search all arguments for a deleted leaf.
             arguments = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
             for name, value in arguments.items():
                 for x in jax.tree.leaves(value):

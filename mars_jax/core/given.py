@@ -135,8 +135,8 @@ def check_places(rows: Array, count: int, batch: int) -> None:
         raise MarsError(
             f"rows are {ids.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
         )
-    # The prompts and the state's rows are split equally over the mesh axis `data`, and a device can only write its own
-    # rows.
+    # The prompts and the state's rows are split equally over the mesh axis `data`, and each device can write only its
+    # own rows.
     prompt_part = np.arange(count) // (count // parts)
     if np.any((ids != NO_ROW) & (ids // (batch // parts) != prompt_part)):
         raise MarsError(

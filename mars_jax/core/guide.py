@@ -161,7 +161,7 @@ class Guide:
         """
         if tree.draft_logits is not None:
             return tree
-        # Every state below a forbidden node is DEAD, so this replaces whole subtrees.
+        # All nodes below a forbidden node are DEAD as well, so a test of each node's state removes whole subtrees.
         if not tree.is_chain:
             return dataclasses.replace(
                 tree, tokens=jnp.where(self.along(tree) == DEAD, NO_TOKEN, tree.tokens)
@@ -181,7 +181,7 @@ class Guide:
                 token = jnp.where(forced >= 0, forced, jnp.where(follows_draft, token, NO_TOKEN))
             next_state = self.moved(state, token)
             is_valid &= (token >= 0) & (next_state != DEAD)
-            # All nodes below padding are padding, whose state is FREE.
+            # Padding has the state FREE, and all nodes below it are padding as well.
             state = jnp.where(is_valid, next_state, FREE)
             columns.append(jnp.where(is_valid, token, NO_TOKEN))
         tokens = jnp.concatenate(columns, axis=1)

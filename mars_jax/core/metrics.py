@@ -90,7 +90,7 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
     """
     # A row that emits no token was already finished, or finishes in this step.
     is_live = info.num_emitted > 0
-    # A stop token or the limit may truncate the accepted path.
+    # The accepted path may be cut short by a stop token or by the limit on new tokens.
     num_accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
     depth = info.verdict.relaxed.shape[1]
     # Edge d of the path leads to emitted token d, so the tokens of the first `num_accepted` edges were emitted.

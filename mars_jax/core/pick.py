@@ -74,7 +74,7 @@ def append(buffers: PyTree, length: Array, new: PyTree, count: Array) -> PyTree:
     """
     buffer_size, new_width = (jax.tree.leaves(x)[0].shape[1] for x in (buffers, new))
     offset = jnp.arange(new_width, dtype=jnp.int32)[None]
-    # Entries past `count` get an index past the end, which scatter drops.
+    # Entries past `count` get an index past the end of the buffer, so the scatter drops them.
     targets = jnp.where(offset < count[:, None], length[:, None] + offset, buffer_size)
     put = jax.vmap(lambda row, targets, new: row.at[targets].set(new, mode="drop"))
     return jax.tree.map(lambda buffer, new: put(buffer, targets, new), buffers, new)
@@ -90,7 +90,7 @@ def _compare(values: Array, places: Array) -> Array:
     one_hot = one_hot.reshape(one_hot.shape + (1,) * (values.ndim - 2))
     if values.dtype == bool:
         return jnp.any(one_hot & values[:, None], axis=2)
-    # Each sum has at most one nonzero term, so it is exact, even if other values are NaN.
+    # `where` replaces all other values with 0, even NaN, so each sum has at most one nonzero term and is exact.
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)
 
 
@@ -115,6 +115,6 @@ def _scatter(places: Array, values: Array, size: int) -> Array:
 
 
 def _compare_put(places: Array, values: Array, size: int) -> Array:
-    # A one-hot array bool[B, size, P]. Indices are distinct, so each sum has at most one nonzero term.
+    # A one-hot array bool[B, size, P]. Indices are distinct, so each sum below has at most one nonzero term.
     one_hot = places[:, None, :] == jnp.arange(size, dtype=places.dtype)[None, :, None]
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)

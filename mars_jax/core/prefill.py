@@ -42,7 +42,7 @@ def chunk_of(buffer: int = 0, rows: int = 1) -> int:
     """
     shares_chunk = size_of("model", current()) > 1 and size_of("data", current()) == 1
     if on_tpu() and buffer >= RING_LONG and shares_chunk:
-        # A power of two splits evenly over the devices.
+        # Use a power of two, which splits evenly over the usual numbers of devices.
         return max(RING_CHUNK >> (rows - 1).bit_length(), WIDE_CHUNK)
     if not on_cpu():
         return WIDE_CHUNK
@@ -117,8 +117,8 @@ def prefill(
         state = carry.state if observe is None else observe(carry.state, start, output)
         return _Reading(start + chunk_size, output.cache, state)
 
-    # The loop runs until all rows are complete. Meanwhile, the windows of complete rows write garbage past the row's
-    # end.
+    # The loop runs until all rows are complete. Until then, a row that is already complete gets windows past its end,
+    # which write garbage there.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))
     return end.cache, end.state
 

@@ -165,8 +165,8 @@ class Rule:
         # Check choices first, because they determine the ranges of numbers.
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
-            # Skip base rules, because the class that declares a base checks it. Skip unknown types, because other
-            # libraries may rebuild a pytree with placeholders as leaves.
+            # Skip a base rule: the subclass that has one checks it. Skip unknown types, because other libraries may
+            # rebuild a pytree with placeholders as leaves.
             is_checkable = setting.choices or value is None or isinstance(value, _VALUES)
             if isinstance(value, Rule) or not is_checkable:
                 continue

@@ -82,7 +82,7 @@ def process(logits: Array, controls: Controls) -> Array:
         return jnp.where(ids == argmax(z)[..., None], jnp.float32(0), jnp.float32(-jnp.inf))
 
     def mixed() -> Array:
-        # Process greedy rows at temperature 1, and then replace them with their one-hot distribution.
+        # Process greedy rows at temperature 1, and then replace their logits with those of a one-hot distribution.
         warped = _warp(z, controls, ~greedy)
         return jax.lax.cond(
             jnp.any(greedy),
@@ -100,7 +100,7 @@ def _warp(z: Array, controls: Controls, active: Array) -> Array:
     """
     vocab = z.shape[-1]
     top = jnp.max(z, axis=-1, keepdims=True)
-    # Subtract the largest logit before dividing, because a small temperature could turn it into inf.
+    # Subtract the largest logit before dividing, because division by a small temperature could overflow.
     assert controls.temperature is not None  # otherwise every row is greedy
     temperature = jnp.where(active, controls.temperature, 1.0)[:, None, None]
     scaled = (z - top) / temperature
@@ -120,7 +120,8 @@ def _warp(z: Array, controls: Controls, active: Array) -> Array:
         lambda: jnp.where(_top_p_kept(z, top, jnp.exp(scaled), controls.top_p, use_p), scaled, -jnp.inf),
         lambda: scaled,
     )
-    # The largest scaled logit is 0, so the threshold min_p * max(p) is log(min_p) in logits.
+    # The largest scaled logit is 0, so the threshold min_p * max(p) on probabilities is the threshold log(min_p) on
+    # scaled logits.
     min_p_floor = jnp.where(use_min, jnp.log(controls.min_p), -jnp.inf)[:, None, None]
     return jnp.where(scaled >= min_p_floor, scaled, -jnp.inf)
 
@@ -167,7 +168,7 @@ def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds
     `holds` must be True at -inf, False at `high`, and change once. Bisecting the 2**32 floats takes at most 32 passes
     over the vocabulary. It is exact, and several times cheaper than sorting.
     """
-    # The interval of rows without the filter is empty from the start, so they need no pass.
+    # Rows without the filter start with an empty interval, so they need no passes.
     low = jnp.where(use[:, None], jnp.full_like(high, _NEG_INF_ORDER), high)
 
     def middle(bounds: _Bounds) -> Array:
@@ -270,7 +271,7 @@ def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
         return jax.vmap(lambda z, n, t: z[n, t])(logits, nodes, tokens)
 
     def local(axes: tuple[str, ...], part: Array, nodes: Array, tokens: Array) -> Array:
-        # Each token is in the shard of one device. The other devices add 0 to the sum.
+        # Each token belongs to the shard of one device. The other devices add 0 to the sum.
         local_token = tokens - jax.lax.axis_index(axes) * part.shape[-1]
         is_local = (local_token >= 0) & (local_token < part.shape[-1])
         local_logits = pick(part, nodes, jnp.where(is_local, local_token, 0))
@@ -408,7 +409,7 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
         )
         return at_tokens(z, nodes, tokens) - top_logit - jnp.log(exp_sum)
 
-    # Subtract the largest logit before dividing, because a small temperature could turn it into inf.
+    # Subtract the largest logit before dividing, because division by a small temperature could overflow.
     scaled_logits = (z - jnp.max(z, axis=-1, keepdims=True)) / divisor(controls)[:, None, None]
     processed_log_prob = of_token(process(z, controls))
     if not lossless:

@@ -46,7 +46,7 @@ def ancestors(parents: Array, max_depth: int) -> Array:
     """
     n = parents.shape[-1]
     ids = jnp.arange(n, dtype=jnp.int32)
-    # Start with one generation: node i and its parent. The root's parent, -1, matches no node.
+    # At first, each node reaches itself and its parent (one generation). The root's parent, -1, matches no node.
     reaches = (ids[None, :] == ids[:, None])[None] | (parents[:, :, None] == ids[None, None, :])
     generations = 1
     while generations < max_depth:
@@ -115,7 +115,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         next_node = best_exact = first(is_child & exact)
         is_relaxed = jnp.zeros((batch,), bool)
         if allowed is not None:
-            # bool[B, N]: the edges from `node` that may be relaxed within all limits.
+            # bool[B, N]: the edges from `node` that can be relaxed without exceeding any limit.
             can_relax = is_child & relaxable & (run_length < allowed.max_run)[:, None]
             if allowed.max_relaxed is not None:
                 can_relax &= (num_relaxed < allowed.max_relaxed)[:, None]
@@ -136,7 +136,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         path.append(node)
         relaxed_edges.append(is_relaxed)
     path = jnp.stack(path, axis=1)
-    # Beyond its end, a path repeats its last node, so an edge was accepted wherever consecutive nodes differ.
+    # Paths are padded with their last node, so an edge was accepted if and only if its two nodes differ.
     is_accepted = path[:, 1:] != path[:, :-1]
     relaxed_edge = jnp.stack(relaxed_edges, axis=1) if relaxed_edges else jnp.zeros((batch, 0), bool)
     return path, jnp.sum(is_accepted, axis=1, dtype=jnp.int32), relaxed_edge

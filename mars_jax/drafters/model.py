@@ -96,7 +96,7 @@ class DraftModel(ShapedDrafter):
         return translated(self.model) if self.own_tokens else self.model
 
     def init(self, params: Params, tokens: Array, length: Array) -> ModelState:
-        # Each step feeds two tokens, so a prompt of one token needs a spare slot.
+        # Each draft begins by feeding two tokens. If the prompt has only one, the second needs a spare slot.
         cache = self.model.init_cache(tokens.shape[0], tokens.shape[1] + self.shape.rows + 2)
         cache = prefill(self._model, params.draft, tokens, jnp.zeros_like(length), length - 2, cache)[0]
         rows = None if self.is_chain else jnp.zeros((tokens.shape[0], self.num_nodes), jnp.int32)
@@ -119,7 +119,8 @@ class DraftModel(ShapedDrafter):
             cache, hidden_rows = carry
             output = self._model.forward(params.draft, level.tokens, level.visible, cache)
             if hidden_rows is not None:
-                # Entry 0 is the root's. In `grow`'s numbering of rows, slot `length + r` is entry 1 + r.
+                # `hidden_rows` uses `grow`'s row numbers: the root has row 0, and the node in slot `length + r` has row
+                # 1 + r.
                 entries = 1 + level.visible.slot - inputs.length
                 write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
                 hidden_rows = jax.vmap(write)(hidden_rows, output.hidden, entries)
@@ -147,7 +148,7 @@ class DraftModel(ShapedDrafter):
     def catch_up(
         self, params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        # Feed the tokens from index `cached` on, but not the last two: the next draft feeds those.
+        # Feed the tokens from index `cached` on, except the last two, which the next draft feeds.
         chunk = self.model.prefill_chunk or chunk_of()
         cache, _ = prefill(self._model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)

@@ -55,7 +55,7 @@ def load_mtp_drafter(arguments: Asked) -> LoadedDrafter:
         raise MarsError(f"'{target.name}' was not loaded from a checkpoint: name one by mtp:PATH.")
     path, dtype = arguments.path or target.path, arguments.heads_dtype
     config, params = load_mtp(path, target.config, dtype=dtype, mesh=target.mesh)
-    # On a CPU use float32, because XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
+    # On a CPU, use float32, because XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else str(params["fc"].dtype)
     drafter = mtp(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)
     return LoadedDrafter(drafter, params, max_positions=config.layer.max_positions)

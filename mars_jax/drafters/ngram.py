@@ -106,8 +106,8 @@ def lookup(
     has_match, start, match_length = longest_match(
         tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
     )
-    # Treat the tokens from the match to the end as one period of a repetition: after its last token, continue with
-    # its first.
+    # Treat the tokens from the match to the end as one period of a repetition: after the last of them, continue with
+    # the first.
     period = jnp.maximum(length - start, 1)
     offsets = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
     draft = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + offsets, tokens.shape[1] - 1), axis=1)

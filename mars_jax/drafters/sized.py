@@ -186,8 +186,8 @@ class SizedDrafter(Skipping):
         zeros, cached_length = jnp.zeros(length.shape, jnp.float32), length
         counts = Counts(zeros, zeros, jnp.zeros_like(length))
         if self.longest.lags:
-            # If no draft would be worthwhile even in a trial, skip the draft model's prefill; `catch_up` can process
-            # the prompt later.
+            # Choose a size as if a trial draft were due. If even then the best size is 0, skip the draft model's
+            # prefill; `catch_up` can process the prompt later.
             trial_counts = counts._replace(idle=counts.idle + PAUSE)
             size = best_size(params.draft, self.lengths, trial_counts, length > 0, zeros + USUAL_ACCEPTANCE)
             cached_length = jnp.where(size > 0, length, jnp.minimum(length, 2))
@@ -231,7 +231,7 @@ class SizedDecoder(Decoder):
             # through `lax.cond`.
             state, info = lax.fori_loop(0, (size == number).astype(jnp.int32), step, (state, info))
         verdict, length = info.verdict, jnp.asarray(lengths, jnp.int32)[size]
-        # Allow a sparse drafter more idle steps, because it often finds no draft for a few steps.
+        # Allow a sparse drafter more idle steps, because it often finds no draft for several steps in a row.
         patience = PAUSE if self.drafter.sparse else 1
         counts = counts.after(length, verdict.num_accepted, expected, patience)
         # After the accepted nodes, a path repeats its last node.
@@ -251,7 +251,7 @@ def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
     tree, _ = propose(drafter, params, state, Conditions.of(params, state), step_keys(state)[0])
     acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
     if tree.expected is not None:
-        # The expected acceptance is 0 if the draft consists of tokens that a constraint forces.
+        # `tree.expected` is 0 if a constraint forced all drafted tokens.
         acceptance = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
     return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), acceptance, 0.0)
 

@@ -32,7 +32,7 @@ class Dynamic:
     def __post_init__(self):
         for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
             check_count(f"{name} of a dynamic tree", getattr(self, name), least, TREE_NODES)
-        # Also limit the number of expanded nodes, because expanding them takes time even if few are kept.
+        # Also limit the number of expanded nodes, because it takes time to expand a node even if it is not kept.
         check_nodes(
             "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
         )

@@ -86,7 +86,8 @@ class _Hooks(NodeTransformer):
 
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
-        # The targets of an assignment, as in `{% set a, b = pair %}`, are also a tuple node, but they create no value.
+        # The targets of an assignment, as in `{% set a, b = pair %}`, are also parsed as a tuple node, but this node
+        # creates no value.
         if getattr(node, "ctx", "load") == "store":
             return node
         return _filtered(node, " new")
@@ -136,7 +137,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if len(source) > TEMPLATE_BYTES:
             raise TemplateError(f"it has {len(source):,} characters: expected at most {TEMPLATE_BYTES:,}")
         self.finalize = pass_context(lambda context, value: self._new(value))
-        # Assign a new dict, because the overlay shares the old one with transformers' environment.
+        # Assign a new dict, because the current one is shared with transformers' environment.
         self.filters = {name: self._limited(function, name) for name, function in self.filters.items()}
         # Make the filter take the context, which keeps Jinja from folding constants at compile time.
         self.filters[" new"] = pass_context(lambda context, value: self._new(value))
@@ -166,7 +167,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             and _WIDTH.search(value.replace("%%", ""))
         ):
             raise TemplateError("the width of a field is an argument or in the millions")
-        # For lists, `sum` copies the running total at every step, so its time grows with the square of the size.
+        # On lists, `sum` copies the running total at every step, so its time is quadratic in the size of the result.
         if name == "sum":
             arguments = [value, *arguments]
         if name not in _LINEAR and arguments:

@@ -36,7 +36,7 @@ class Family(NamedTuple):
     architecture: str
     parts: tuple[Part, ...]
     defaults: JsonObject  # values of keys that config.json may omit
-    activation: str = "hidden_act"  # config.json's key of the activation function
+    activation: str = "hidden_act"  # key in config.json of the activation function's name
 
     def read(self, data: JsonObject) -> Fields:
         """Read the fields from a config.json. If two parts read the same field, the later part takes precedence."""

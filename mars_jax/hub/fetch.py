@@ -130,7 +130,7 @@ def _progress_bar(download: activity.Activity) -> type:
             super().__init__(*args, **options)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self._downloaded += n or 0  # tqdm does not count if the bar is hidden
+            self._downloaded += n or 0  # tqdm does not count while the bar is hidden
             if self.unit == "B" and self.total:
                 download.detail = f"{self._downloaded / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
             return super().update(n)

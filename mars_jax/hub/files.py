@@ -123,7 +123,7 @@ def _is_whole(directory: Path) -> bool:
     for index in (name for name in files if name.endswith(".index.json")):
         if index.removesuffix(".index.json") not in files:
             return bool(_shards(directory, index, _weight_map(directory, index)))
-    # Without an index, shards do not count, because some of them may be missing.
+    # If there is no index, ignore shards, because some of them may be missing.
     return any(name.endswith((".safetensors", ".bin", ".pt")) and "-of-" not in name for name in files)
 
 
@@ -296,7 +296,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
         ) from None
     version = version_of(path)
     try:
-        # A .bin file is a pickle, which could run code without weights_only.
+        # A .bin file is a pickle. Without `weights_only`, loading it could run arbitrary code.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # files in the pre-1.6 PyTorch format cannot be memory-mapped
         try:
@@ -304,7 +304,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
             reason = first_line(error).partition(". ")[0]
             raise MarsError(f"'{path}' is damaged or unsafe ({reason}): download it again.") from None
-    # A .bin file may contain values other than tensors, or tensors without rows to read: sparse, nested or meta
+    # A .bin file may contain values other than tensors, or tensors whose rows cannot be read: sparse, nested or meta
     # tensors.
     if not isinstance(state, dict) or not all(
         isinstance(name, str)

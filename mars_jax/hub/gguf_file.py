@@ -119,7 +119,7 @@ class GGUFFile:
                 file.seek(begin + first * width)
                 data = np.fromfile(file, np.uint8, (last - first) * width)
             check_version(path, version)
-            # If the file is truncated, there are fewer bytes, and `reshape` raises ValueError.
+            # If the file is truncated, `data` is too short, and `reshape` raises ValueError.
             return data.reshape(last - first, width)
         except (OSError, ValueError) as error:
             raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
@@ -181,7 +181,7 @@ def read_gguf(path: Path) -> GGUFFile:
     numbers = [(values.get("split.no", 0), values.get("split.count") or 1) for values, _ in headers]
     values = headers[0][0]
     tensors = {name: tensor for _, part_tensors in headers for name, tensor in part_tensors.items()}
-    # The joined dict keeps only one of several tensors with the same name, so count the tensors of each part as well.
+    # Also count the tensors of each part. If two parts contain a tensor of the same name, `tensors` has fewer entries.
     total = sum(len(part_tensors) for _, part_tensors in headers)
     expected = total
     if len(parts) > 1:

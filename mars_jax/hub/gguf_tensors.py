@@ -230,7 +230,7 @@ def _blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.nda
         factors = np.ascontiguousarray(shared[:, :4]).view(np.float16).astype(np.float32)
         low, mid, high = (shared[:, 4 + i : 8 + i] for i in (0, 4, 8))
         # Unpack scales and minimums: first those of blocks 0 to 3, then those of blocks 4 to 7, whose upper two bits
-        # are stored in unused bits of the first four.
+        # are stored in the unused bits of the bytes of blocks 0 to 3.
         steps = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
         minimums = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
         pairs = shared[:, 16:].reshape(-1, 4, 32)
@@ -240,7 +240,7 @@ def _blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.nda
             scale.reshape(rows, -1),
             offset.reshape(rows, -1),
         )
-    # Number of bytes before a block's weights: those of the scale d and, in Q4_1, of the minimum m.
+    # Number of bytes before a block's weights: 2 for the scale d and, in Q4_1, 2 for the minimum m.
     head = 2 if kind == "Q4_0" else 4
     blocks = data.reshape(rows, -1, head + _BLOCK_SIZE // 2)
     factors = np.ascontiguousarray(blocks[..., :head]).view(np.float16).astype(np.float32)

@@ -188,7 +188,7 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Toke
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split = _look_up(file, "tokenizer.ggml.pre", _SPLITS)
-    # A space separates the two tokens of a merge, because the byte-level alphabet has no space.
+    # The byte-level alphabet has no space, so the file can use one to separate the two tokens of a merge.
     merges = [tuple(pair.split(" ")) for pair in file.get("tokenizer.ggml.merges")]
     vocab = {token: i for token, (i, _) in kinds.items()}
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignore_merges))
@@ -208,8 +208,8 @@ def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[T
 
     scores = file.get("tokenizer.ggml.scores")
     pieces = {token: i for token, (i, kind) in kinds.items() if kind == _NORMAL}
-    # Every split of a piece into two pieces is a merge. Merges are sorted by the score of the merged piece, highest
-    # first, then by its id.
+    # Every split of a piece into two pieces is a merge. Merges are sorted by the merged piece: by score, highest first,
+    # and then by id.
     merges = sorted(
         (-scores[i], i, piece[:cut], piece[cut:])
         for piece, i in pieces.items()

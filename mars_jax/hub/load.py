@@ -42,7 +42,7 @@ DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias)
 # Multimodal checkpoints of Gemma 3, Mistral 3 and Qwen3.5 use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.|model\.(?=mtp\.))")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector|visual)\.")
-# The projection of an MTP module. All tensors with its prefix belong to the module (`models.mtp_head`).
+# Name of the projection of an MTP module. All tensors with the same prefix belong to the module (`models.mtp_head`).
 _MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight$")
 
 

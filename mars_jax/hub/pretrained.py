@@ -226,7 +226,7 @@ class Pretrained:
             token = self.tokenizer.convert_ids_to_tokens(bos)
         else:
             token = self._plain.id_to_token(bos)
-        # If the prompt strings themselves begin with two BOS tokens, the tokenizer may not have added one.
+        # If the prompt strings themselves begin with two BOS tokens, the tokenizer did not necessarily add one.
         if not all(str(prompt).startswith(2 * token) for prompt in twice):
             errors.warn(
                 f"a prompt begins with {token}, which the tokenizer of '{self.name}' adds as well, so that the model "
@@ -299,7 +299,7 @@ class Pretrained:
         check_switch("chat", chat)
         encoded: list[list[int]] = []
         if not chat and all(isinstance(prompt, str) and len(prompt) <= PREFIXES[0] for prompt in prompts):
-            # After an error, encode one by one below, so that the error identifies the prompt.
+            # If this fails, the code below encodes the prompts one by one, so that the error identifies the prompt.
             with contextlib.suppress(Exception), on_all_cores(), catch_panics(self.name):
                 if self._plain is None:
                     encoded = self.tokenizer(list(prompts))["input_ids"]
@@ -317,8 +317,8 @@ class Pretrained:
             raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
         limit = self.config.max_positions
         for prefix in PREFIXES:
-            # The text after a prefix may merge with its last tokens, so reject only prefixes that exceed the limit by
-            # 25%.
+            # In the encoding of the whole prompt, the last tokens of a prefix may merge with the following text. So
+            # reject only prefixes that exceed the limit by 25%.
             if len(text) > prefix and len(self._ids(text[:prefix])) > limit + limit // 4:
                 raise MarsError(
                     f"the prompt has more than {limit} tokens and '{self.name}' a context of {limit}: shorten the "

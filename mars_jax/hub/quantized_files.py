@@ -84,7 +84,8 @@ def packing(directory: Path) -> JsonObject | None:
     quantization = _quantization_config(directory)
     if quantization is None:
         return None
-    # Check before returning None for scaled matrices, because their checkpoints may also use rotations or sparsity.
+    # Check the forward pass first: a checkpoint of scaled matrices, for which this function returns None, may also use
+    # rotations or sparsity.
     _check_forward(directory, quantization)
     if quantization.get("quant_method") not in _READERS:
         return None
@@ -206,7 +207,7 @@ def _tensor(
 
     def rows(first: int, last: int) -> np.ndarray:
         m = matrix()
-        # Compute (q - z) s for each input and each of these outputs, and transpose: the model stores outputs first.
+        # Compute (q - z) s for all inputs and these outputs, and transpose, because the model stores outputs first.
         steps = m.q[:, first:last].astype(np.float32) - m.zero[m.group, first:last]
         return (steps * m.scale[m.group, first:last].astype(np.float32)).T
 
@@ -238,7 +239,8 @@ def _fit_float16(scales: Tensor) -> bool:
     wide = scales.read().astype(np.float32)
     with np.errstate(over="ignore"):
         error = np.abs(wide.astype(np.float16).astype(np.float32) - wide)
-    # bfloat16 has 8 significant bits, which means a relative rounding error of up to 2^-8. Allow half of that.
+    # Rounding to bfloat16, which has 8 significant bits, causes a relative error of up to 2^-8. Allow float16 half of
+    # that.
     return bool(np.all(error <= np.abs(wide) * 2.0**-9))
 
 
@@ -268,7 +270,7 @@ def _gptq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
 
 
 def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
-    # The first axis is outputs in the file, but inputs in `_Matrix`.
+    # In the file, the first axis is the outputs; in `_Matrix`, it is the inputs.
     scale = pieces["weight_scale"].T
     q = _spread(pieces["weight_packed"]).T
     if "weight_zero_point" in pieces:

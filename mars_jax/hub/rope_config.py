@@ -143,8 +143,8 @@ def write_scaling(rope: Rope) -> JsonObject | None:
     if rope.kind == "none":
         return None
     if rope.kind == "longrope":
-        # Write only these keys, because transformers 4 accepts no others. `hub.save` refuses a rope with a different
-        # attention factor.
+        # Write only these keys, because transformers 4 accepts no others. `hub.save` refuses a rope whose attention
+        # factor differs from the one that `read_rope` computes.
         divisors = {"short_factor": list(rope.short_divisors), "long_factor": list(rope.long_divisors)}
         return {"type": "longrope", **divisors}
     data: JsonObject = {"rope_type": rope.kind, "factor": rope.factor}

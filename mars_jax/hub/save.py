@@ -99,7 +99,7 @@ def save(
         for tensor, parts in stored_tensors(config).items()
     }
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
-    # A family may have no key for some field, so read the contents back and compare.
+    # A family may lack a key for some field, so read the config back and compare.
     if from_json(data) != config:
         raise MarsError(f"the family '{config.family}' cannot express this config: choose another family.")
     return write_directory(target, fuse_experts(arrays), data)
@@ -172,7 +172,7 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(place, _named(state))
         except BaseException:
-            # Orbax writes into a temporary directory next to `place`, and leaves it there if it fails.
+            # Orbax writes into a temporary directory next to `place`, and does not delete it if the save fails.
             for partial in place.parent.glob(f"{glob.escape(place.name)}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(partial, ignore_errors=True)
             raise

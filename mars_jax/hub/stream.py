@@ -123,7 +123,7 @@ def read_array(
     for i, (name, tensor) in enumerate(tensors):
         number = i if stacked else None
         first, last = host_arrays[0].rows(number, axis)
-        # Number of rows that fit in a block, at 4 bytes per number.
+        # Number of rows per block, at 4 bytes per element.
         step = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
         for begin in range(first, last, step):
             end = min(begin + step, last)

@@ -114,7 +114,7 @@ class MarsJax(TemplateLM):
             hosts.connect(args.coordinator, args.num_processes, args.process_id)
         if rows is not None and jax.process_count() > 1:
             raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
-        # Before loading the weights, reject a file that another run wrote.
+        # Before loading the weights, reject a file that was written by a run with different settings.
         self._rows = None
         if rows is not None:
             run_settings = recorded(args, []) | {"max_gen_toks": max_gen_toks}
@@ -152,7 +152,7 @@ class MarsJax(TemplateLM):
           Answered: the run answers only one part of the requests.
           MarsError: the part contains none of the requests.
         """
-        # A read before the first answer, or after the end, changes nothing.
+        # Only the first read after a request ends the run. Other reads have no effect.
         if self._rows is None or not self._count or self._ended:
             return super().rank
         self._ended = True
@@ -303,7 +303,7 @@ class MarsJax(TemplateLM):
         if self._ended:
             raise MarsError(f"the run of '{self._rows.path}' has ended: make another model for another run.")
         row_by_number = {row.get("id"): row for row in self._rows.rows}
-        # Numbers of this call's requests within the whole run.
+        # Indices of this call's requests among all requests of the run.
         numbers = range(self._count, self._count + len(requests))
         part = self._part or slice(0, None, 1)
         part_indices = [i for i, n in enumerate(numbers) if n % part.step == part.start]
@@ -425,7 +425,7 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
         stop_strings = [stop_strings]
     # This removes both names, because Python always evaluates the default of the outer `pop`.
     limit = int(kwargs.pop("max_gen_toks", kwargs.pop("max_new_tokens", limit)))
-    # Also sample if a task sets a temperature above 0 but not `do_sample`.
+    # Without `do_sample`, a temperature above 0 turns on sampling.
     is_sampled = bool(kwargs.pop("do_sample", float(kwargs.get("temperature") or 0) > 0))
 
     def taken(*names: str) -> JsonObject:

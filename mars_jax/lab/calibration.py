@@ -95,7 +95,7 @@ def calibrate(
         return [[judged(judge, p, answer.texts[-1])] for p, answer in zip(group, answers, strict=True)]
 
     def decode(loaded_rule: LoadedRule, name: str) -> list[Row]:
-        # Every rule decodes the same problems with the same seeds, so losses are paired.
+        # Decode the same problems with the same seeds under every rule, so that the losses are paired.
         arm = Arm(name=name, loaded_rule=loaded_rule, drafts=True, meaning="")
         recorder = Recorder(file, progress, turns_of(problems, decoding.chat), seeds, score=worth)
         rows: list[Row] = []
@@ -194,7 +194,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     >>> p_value(np.zeros(400), 0.02, 0.95) < 0.05, p_value(np.full(400, 0.02), 0.02, 0.95)
     (True, 1.0)
     """
-    # Map losses and bound from [-1, 1] to the paper's range [0, 1].
+    # Map the losses and the bound from [-1, 1] to the paper's range [0, 1].
     x, r = (np.asarray(losses, np.float64) + 1) / 2, (bound + 1) / 2
     num_losses = np.arange(1, len(x) + 1)
     # The paper's running mean and variance. The prior counts as one loss, with mean 1/2 and variance 1/4.

@@ -41,7 +41,7 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # keep text as text
     "svg.hashsalt": "mars-jax",
-    "text.parse_math": False,  # otherwise a name with two dollar signs becomes a formula
+    "text.parse_math": False,  # otherwise, a name with two dollar signs would become a formula
 }
 # Omit metadata that would change the bytes of an unchanged figure.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}

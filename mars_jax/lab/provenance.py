@@ -74,7 +74,8 @@ def portable_command(arguments: list[str]) -> str:
     >>> portable_command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'
     """
-    # Match only at the beginning of a path; an argument may be NAME=PATH, or a list of paths.
+    # Match only where a path can begin: at the start of an argument, or after "=", ":" or "," (as in NAME=PATH or a
+    # list of paths).
     texts = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
     words = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in texts]
     if words[0].startswith("scripts/"):

@@ -178,7 +178,8 @@ def read_theta(path: str) -> ThetaFile:
         options["theta"] = theta
         if math.isnan(theta):
             raise ValueError
-        # Checking the settings of a user's rule runs its code. `check_rule` does so later, if the user names the rule.
+        # Checking the settings of a user's rule runs the user's code, so do not check them here. `check_rule` checks
+        # them later, if the user names the rule on the command line.
         if not is_own(spec):
             # Settings that were added after the file was written get their defaults.
             options = RuleChoice(spec, options).settled()

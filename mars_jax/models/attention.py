@@ -152,8 +152,8 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible, sinks: Array | None):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, sinks=sinks, scale=scale, cap=cap)
 
-    # The kernel distributes the rows over the chip's cores, so a core can be idle if there are only a few rows. This
-    # slows down forward passes with a single node per row.
+    # On a chip with two cores, the kernel splits the batch between them, so a small batch can leave one core idle. The
+    # idle core matters in forward passes with a single node per row.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
     few_rows = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few_rows:
@@ -208,7 +208,8 @@ def _kernel(
     if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows) or new is None or q.shape[1] > KERNEL_NODES):
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **options)
     # An int8 cache needs a scale per row, which the kernel does not compute, so write int8 rows here. Also write the
-    # rows of a prompt chunk here: prefill does not use the last layer's attention output, and XLA can then remove it.
+    # rows of a prompt chunk here: prefill does not use the output of the last layer's attention, which XLA can remove
+    # if it does not also write the rows.
     if new is not None:
         k, v = (
             kv_cache.write_slots(cached, rows, visible.slot) for cached, rows in zip((k, v), new, strict=True)

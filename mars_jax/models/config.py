@@ -175,7 +175,7 @@ class ModelConfig:
     qk_norm: bool = False  # normalise queries and keys, each head separately
     whole_qk_norm: bool = False  # normalise queries and keys over all heads of a token together
     attention_sinks: bool = False  # add a learned logit per head to the denominator of the softmax
-    attention_gate: bool = False  # multiply attention's output by the sigmoid of a gate, which `q` computes
+    attention_gate: bool = False  # multiply attention's output by the sigmoid of a gate, part of `q`'s output
     delta: Delta | None = None  # recurrent layers, with a state instead of keys and values
     windows: tuple[int | None, ...] = ()  # sliding windows, one per layer; None or (): full attention
     activation: str = "silu"

@@ -227,8 +227,9 @@ def _prepare(
     decay = jnp.exp(jnp.where(is_read, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
     keys = k.swapaxes(-1, -2)
-    # The WY representation of the paper, computed by the UT transform. Each token writes its value minus the value that
-    # the state has stored for its key, including the writes of earlier tokens. If S is the state before the chunk:
+    # The WY representation of the paper, computed by the UT transform. The state returns a value for each token's key,
+    # after the writes of all earlier tokens. The token writes its own value minus the returned value, times its
+    # learning rate. If S is the state before the chunk:
     # write_i = b_i (v_i - exp(total_i) S^T k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
     inverse = _unit_inverse(_matmul(k, keys) * decay * rate)
     return _Chunk(
@@ -342,7 +343,7 @@ def _mix(
     state = jnp.where(lost[:, None, None, None, None], jnp.nan, state)
     logged = jnp.where(begins, 0, rows.inputs)
     accepted = jnp.where(begins[:, 0, 0, 0], 0, jnp.clip(accepted, 0, capacity))
-    # Set the inputs of rejected nodes to zero, because they may not be finite.
+    # Set the inputs of rejected nodes to zero, because these inputs may be infinite or NaN.
     accepted_inputs = _first(logged, tail_length + accepted)
     state, _ = _read(config, conv, state, accepted_inputs, _first(rows.gates, accepted))
 

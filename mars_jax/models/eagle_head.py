@@ -167,7 +167,7 @@ class EagleConfig(FeatureHead):
         else:
             joined = hold_whole(jnp.concatenate([token_embedding, feature], axis=-1))
             h = x = dense(joined, head["fc"], head.get("fc_bias"))
-        # The rotation angles are computed instead of looked up, so positions may exceed the head's max_positions.
+        # The rotation angles are computed, not looked up in a table, so positions may exceed the head's max_positions.
         rotation = rotation_at(visible.positions, c.rope, c.rotary_dim)
         with jax.named_scope("mask"):
             attend = attending("xla", visible, cache.slots, None)

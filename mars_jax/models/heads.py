@@ -71,7 +71,8 @@ class LayeredHead(HeadConfig):
 
     title: ClassVar[str]  # name of this kind of head in error messages
     cached: ClassVar[bool] = True
-    # The inputs and outputs of `fc` are replicated. Shard `fc` over its inputs, so that one all-reduce is enough.
+    # `fc` reads and returns replicated activations. Shard its weight along the input axis, so that one all-reduce is
+    # enough.
     axes: ClassVar[Axes] = {"fc": (None, "features")}
     layer: ModelConfig  # config of the head's layers; its vocab_size is V
     target_hidden_size: int  # F

@@ -67,7 +67,8 @@ def dense_cpu(x: Array, w: Array) -> Array:
         # A single row would be a matrix-vector product, which uses scalar code and is 10 times slower. With AMX, the
         # order of summation for one or two rows differs from that for more. Padding to four rows costs no time.
         return _dense(jnp.pad(x, ((0, max(4 - rows, 0)), (0, 0))), w)[:rows]
-    # Eigen's kernels process eight columns at a time: 5 to 7 columns take longer than 8, and 9 to 15 longer than 16.
+    # Eigen's kernels process eight columns at a time and are slow for a remainder: 5 to 7 columns take longer than 8,
+    # and 9 to 15 longer than 16.
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
     y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # Compute (w @ x.T).T, which reads the weights twice as fast as x @ w.T. The barrier keeps XLA from undoing this.
@@ -171,7 +172,8 @@ def _dense_int4_cpu(x: Array, w: Int4) -> Array:
     groups = x.reshape(x.shape[0], count, size)
 
     def body(i: Array, y: Array) -> Array:
-        # Without the barrier, XLA would convert all weights before the loop, or convert each number inside the product.
+        # Without the barrier, XLA would either convert all weights before the loop or convert each number inside the
+        # product.
         values = lax.optimization_barrier(w.values[i].astype(jnp.float32))
         return y + (groups[:, i] @ values) * w.scale[i].astype(jnp.float32)[None]
 
@@ -207,7 +209,8 @@ def dense(
     rows = x.reshape(-1, x.shape[-1])
     unsharded = mesh.size_of("model", mesh.current()) == 1
     # If the matrix is sharded, exchange partial sums in bfloat16, which halves the bytes. Each device still accumulates
-    # in float32. For a few rows, exchange float32: the sums are small, and on a TPU XLA splits such products further.
+    # in float32. With few rows, exchange float32 instead: there is little to exchange, and on a TPU XLA splits products
+    # with few rows into even more partial sums.
     narrow = jnp.float32
     if not unsharded and rows.shape[0] >= _FEW and bias is None and dtype in (None, x.dtype):
         narrow = x.dtype

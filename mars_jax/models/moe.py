@@ -108,7 +108,8 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
     from kernels_pallas.experts import mosaic
 
     ragged = experts_xla.ragged_product
-    # Loops of dynamic length and kernels have no derivative, so use the derivative of the XLA implementation.
+    # JAX cannot differentiate kernels, or loops of dynamic length, in reverse mode, so use the derivative of the XLA
+    # implementation.
     blocks = with_gradient_of(ragged, _blocks)
     if isinstance(w, Int8):
         xla = experts_xla.dense_by_expert_int8
@@ -233,7 +234,7 @@ def experts_mlp(
     if by_expert or by_unit:
         specs = {"expert_down": P(by_expert, None, by_unit)}
         specs |= dict.fromkeys(by_hidden, P(by_expert, by_unit, None))
-        # Biases and the scales of int8 matrices lack the last axis of the matrices.
+        # Biases, and the scales of int8 matrices, have one axis fewer than the matrices: the last axis is missing.
         specs = {k: jax.tree.map(lambda x, k=k: P(*specs[k][: x.ndim]), w) for k, w in matrices.items()}
         mixed = map_devices(local, (specs, P(), P(), P()))(matrices, tokens, share, expert_ids)
     else:

@@ -79,7 +79,7 @@ class Int4:
     matrices in this layout. If the outputs came first, the TPU would rearrange the weights in every step.
     """
 
-    values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and computes with it slowly
+    values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, where i4 is not packed and is slow
     scale: Array  # f16[in / G, out]; the matrix is values * scale + offset in each group
     offset: Array  # f32[in / G, out]
     dtype: np.dtype = struct.field(pytree_node=False)  # dtype of the matrix before quantisation
@@ -249,8 +249,7 @@ def quantize_4(w: np.ndarray, dtype: DTypeLike | None = None) -> Int4:
         least = groups.min(axis=-1)
         scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)
         wide = scale.astype(np.float32)
-        # Level -8 represents the smallest weight. Compute the levels from the rounded scale, because that scale is
-        # stored.
+        # Level -8 represents the smallest weight. Compute the levels from the rounded scale, which is the stored one.
         offset = least + 8 * wide
         steps = np.round((groups - offset[..., None]) / np.where(wide == 0, 1, wide)[..., None])
         values = np.clip(steps, -8, 7).astype(np.int8).transpose(1, 2, 0)

@@ -257,7 +257,8 @@ def _ring_layer(
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
-            # Write the halves of a piece separately: they come from different devices, so their slots are not adjacent.
+            # Write the two halves of a piece separately: they may come from different devices, in slots that are not
+            # adjacent.
             for (_, *new_rows, _), piece_halves in zip(projections, halves, strict=True):
                 for half, visible in enumerate(piece_halves):
                     rows = [
@@ -326,7 +327,7 @@ def _ring_layers(
     """
 
     def on_device(layers: Sequence[dict], x: Array, first: Array, cache: KVCache):
-        # For each piece, in the order of `ring.starts`: the `Visible` of its two halves, and their positions.
+        # For each piece, in the order of `ring.starts`, compute the `Visible` of its two halves and their positions.
         n = x.shape[1]
         halves = [
             [Visible.causal(first + start, n // 2) for start in piece_halves]

@@ -57,7 +57,7 @@ class Running:
         processes it."""
         self._width = 0
         self._decoder: Decoder | None = None
-        self._queue: Queue | None = None  # queue that decodes the last request and stores the state
+        self._queue: Queue | None = None  # queue of the last request, which also holds the decoding state
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
@@ -101,8 +101,8 @@ class Running:
         state = self._queue and self._queue.state
         self._queue = None  # the state's buffers are donated, even if an error follows
         with prepared.target.on_mesh():
-            # For a prompt of one token, start from a new state. Otherwise, a draft head would read features of the
-            # previous request.
+            # For a prompt of one token, start from a new state. In the old state, a draft head would read features of
+            # the previous request.
             has_one_token = len(prepared.requests[0].prompt_tokens) == 1
             if state is None or prepared.decoder != self._decoder or has_one_token:
                 state = _unread(prepared.decoder, prepared.params, prompts)

@@ -91,7 +91,7 @@ def score(
         with target.on_mesh():
             log_p, logit_stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
         for row, i in enumerate(indices):
-            # No token follows the last one, and the columns after it are padding.
+            # The last token predicts no token of the text, and the columns after it are padding.
             length = len(texts[i]) - 1
             columns = (log_p, logit_stats.id1, logit_stats.id2, logit_stats.top1, logit_stats.top2)
             scored_by_index[i] = Scored(*(column[row, :length] for column in columns), tokens=tuple(texts[i]))
@@ -126,7 +126,8 @@ def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
     visible = Visible.causal(jnp.zeros(tokens.shape[:1], jnp.int32), tokens.shape[1])
     hidden = model.forward(params, tokens, visible, model.init_cache(*tokens.shape)).hidden
-    # Score token j + 1 at position j, in parts. Drop the scores of the last position and of padding.
+    # Score token j + 1 at position j, for `part_length` positions at a time. Drop the scores of the last position and
+    # of padding.
     part_length = min(POSITIONS, length)
     hidden = jnp.pad(hidden, ((0, 0), (0, -length % part_length), (0, 0)))
     next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % part_length)))

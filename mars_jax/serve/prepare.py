@@ -192,8 +192,8 @@ class Prepared:
 
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
         """Measure the mean seconds per step of B rows with half-full caches. The first call also compiles."""
-        # No row may end, so replace the stop tokens with one that never occurs. Keep their number, which determines a
-        # shape. The length limit is the size of the buffer, which no row reaches.
+        # No row may end, so replace the stop tokens with one that never occurs. Keep the same number of stop tokens,
+        # because it determines a shape. The length limit is the size of the buffer, which no row reaches.
         requests = [
             dataclasses.replace(
                 request,
@@ -346,7 +346,7 @@ def bucket(length: int) -> int:
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]
     """
-    # The sizes are powers of two and 1.5 times powers of two. For lengths above 64, padding makes up less than a third
-    # of the size.
+    # Each size is a power of two or 1.5 times a power of two, so for lengths above 64, padding makes up less than a
+    # third of the size.
     sizes = (size for power in itertools.count(6) for size in (2**power, 3 * 2 ** (power - 1)))
     return next(size for size in sizes if size >= length)

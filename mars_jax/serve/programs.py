@@ -103,7 +103,7 @@ def description(part: Any) -> bytes:
     """
     file = io.BytesIO()
     pickler = _Description(file)
-    # Without a memo, the bytes do not depend on whether equal objects are the same object.
+    # Without a memo, the bytes do not depend on whether equal objects are identical.
     pickler.fast = True
     pickler.dump(part)
     return file.getvalue()
@@ -171,6 +171,6 @@ def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -
         )
 
     with contextlib.suppress(Exception):  # the outputs' tree may contain objects that cannot be pickled
-        if _source_digest.__wrapped__() == _source_digest():  # otherwise, a module may be outdated
+        if _source_digest.__wrapped__() == _source_digest():  # otherwise, a source file has changed
             keep_bytes(packed, "programs", key)
     return compiled

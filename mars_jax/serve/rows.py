@@ -189,7 +189,7 @@ class RowFile:
         if not self._by_key:
             self._by_key = {tuple(row.get(name) for name in key_fields): row for row in self.rows}
         key_values = [tuple(key.values()) for key in keys]
-        # The rows of a batch are decoded together, so if one is missing, make all of them again.
+        # The rows of a batch are decoded together, so if one is missing, decode the whole batch again.
         if not self._by_key.keys() >= set(key_values):
             for key, row in zip(key_values, make(), strict=True):
                 if key not in self._by_key:
@@ -285,7 +285,8 @@ def compare_settings(
             f"{flag} '{owner}' was begun by mars-jax {recorded_version}, and this is {settings['version']}: finish it "
             f"with that version, or choose another {flag}."
         )
-    # Compare all names that occur in either of the two, because settings with default values may be left out.
+    # Compare every name that occurs in at least one of the dictionaries, because either may omit settings that have
+    # their default values.
     for name in [*settings, *recorded_settings]:
         if name != but and (change := difference(name, recorded_settings.get(name), settings.get(name))):
             raise MarsError(
@@ -413,11 +414,11 @@ def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     if weight.ndim < 2 or not weight.size:
         return weight
     outer_shape = weight.shape[:-1]
-    # `unique` removes indices that are repeated because the weight has fewer than `ROWS` rows.
+    # `unique` removes repeated indices, which occur if the weight has fewer than `ROWS` rows.
     row_numbers = np.unique(np.linspace(0, math.prod(outer_shape) - 1, ROWS).round().astype(np.int64))
     row_indices = tuple(axis.astype(np.int32) for axis in np.unravel_index(row_numbers, outer_shape))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # Indexing an array that is sharded over explicit axes requires the sharding of the result.
+        # An array that is sharded over explicit axes can only be indexed with an explicit `out_sharding`.
         return weight.at[row_indices].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
     return weight[row_indices]
 

@@ -107,7 +107,7 @@ class Session:
 
     target: Pretrained
     drafter: drafters.LoadedDrafter
-    # Each numeric setting of the rule is one value for all requests, or one per request.
+    # Each numeric setting of the rule has one value for all requests, or one value per request.
     loaded_rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
     batch_size: int = 1  # number of rows to decode in parallel; 0: as many as fit in memory
     log_probs: bool = False  # whether to record the log-probabilities of each token
@@ -167,7 +167,8 @@ class Session:
         """Warn once if a sequence may become longer than the context for which the drafter was trained."""
         max_len = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
         max_len, trained_max = min(max_len, self.target.config.max_positions), self.drafter.max_positions
-        # Sessions made by `using` share the same `_warned`, so there is only one warning for all rules.
+        # Sessions that `using` returns share `_warned`, so each drafter causes at most one warning, however many rules
+        # are used.
         drafter_name = self.drafter.drafter.name
         if trained_max is not None and max_len > trained_max and drafter_name not in self._warned:
             self._warned.add(drafter_name)

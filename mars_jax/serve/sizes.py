@@ -84,7 +84,7 @@ def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[list[flo
 
     # The first round includes compilation, so it does not count towards `SECONDS`.
     rounds, end_time = [seconds()], time.perf_counter() + SECONDS
-    # All processes of a mesh must run the same number of rounds, so ignore the time if there are several processes.
+    # All processes of a mesh must run the same number of rounds, so the number is fixed if there are several processes.
     while len(rounds) < ROUNDS or (jax.process_count() == 1 and time.perf_counter() < end_time):
         rounds.append(seconds())
     return rounds

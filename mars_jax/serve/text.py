@@ -53,8 +53,8 @@ class Detokenizer:
         """Return the text of all tokens since the last piece, including text that later tokens may change."""
         context_text = self._decode(self._tokens[self._context : self._read])
         text = self._decode(self._tokens[self._context :])
-        # An invalid byte changes the text of its whole run of bytes, which may begin in the prompt. In that case, the
-        # text no longer begins with the context's text.
+        # An invalid byte changes the text of the whole run of byte tokens around it, and the run may begin in the
+        # context. In that case, `text` does not begin with `context_text`.
         if not text.startswith(context_text):
             return self._decode(self._tokens[self._read :])
         return text[len(context_text) :]
@@ -165,7 +165,8 @@ def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds
     """
     prompt_length = len(request.prompt_tokens)
     decoded_tokens = rows.tokens[row, prompt_length : rows.length[row]].tolist()
-    # Detokenize as in streaming, so that both return the same text even if a character is split over several tokens.
+    # Detokenize piece by piece, as in streaming. Then the text is the same as the streamed text even if a character is
+    # split over several tokens.
     row_text = RowText(target, request)
     pieces = row_text.feed_all(decoded_tokens, last=True)
     new_tokens = decoded_tokens[: len(pieces)]

@@ -88,8 +88,8 @@ def keep_bytes(compute: Callable[[], bytes], folder: str, *key: object) -> None:
     path = _kept_path(folder, key)
     if path is None:
         return
-    # Write to a separate file and rename it, because several processes may write the same file at once. If this fails,
-    # the bytes are computed again next time.
+    # Write to a separate file and rename it, because several processes may write the same file at once. If the write
+    # fails, the bytes are computed again next time.
     staged_path = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

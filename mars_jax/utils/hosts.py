@@ -44,7 +44,8 @@ def connect(
         connect within two minutes.
     """
     arguments = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
-    # Do not initialise JAX for a single Slurm task, because JAX would then use only one of the GPUs.
+    # Do not initialise JAX's distributed runtime for a single Slurm task, because JAX would then use only one of the
+    # GPUs.
     is_single_task = coordinator is None and os.environ.get("SLURM_NTASKS") == "1"
     if num_processes == 1 or is_single_task or jax.distributed.is_initialized():
         return
@@ -101,7 +102,7 @@ def _can_listen(coordinator: str) -> bool:
         return True
     for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
-            # A server can listen even if connections of an earlier run are still in TIME_WAIT.
+            # Allow connections of an earlier run that are still in TIME_WAIT, because a server can listen despite them.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)

@@ -259,7 +259,8 @@ def setting(
 def settings_of(cls: type) -> dict[str, Setting]:
     """Return the settings that the fields of a class declare, by name. Inherited settings come last."""
     setting_fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
-    # `dataclasses.fields` lists inherited fields first, but the MRO begins with the class itself.
+    # Take the order from the MRO, which begins with the class itself: `dataclasses.fields` lists inherited fields
+    # first.
     ordered_names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     return {
         name: dataclasses.replace(setting_fields[name].metadata["setting"], name=name)

@@ -61,7 +61,8 @@ class Nucleus(Relaxed):
         parent_log_p, is_likelier = drafted.preferred(evidence, log_p)
         # f32[B, N]; total probability of the tokens that are more likely than x.
         likelier_mass = jnp.sum(jnp.where(is_likelier, jnp.exp(parent_log_p), 0.0), axis=-1)
-        # If `mass` is 1, rounding can make the sum smaller than 1. Do not accept tokens that the filters exclude.
+        # Tokens that the filters exclude must not be accepted. If `mass` is 1, the sum alone does not exclude them,
+        # because rounding can make it smaller than 1.
         return (likelier_mass < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
 
 

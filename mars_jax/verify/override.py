@@ -47,7 +47,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
     """
     tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
     batch, n = tree.tokens.shape
-    # The first stretch begins at the root. If no edge is relaxed, it is the whole walk.
+    # The first stretch begins at the root. If no edge is relaxed, this stretch is the whole walk.
     origin = jnp.zeros((batch,), jnp.int32)
     no_edges = jnp.zeros((batch, tree.max_depth), bool)
     stop, token = stretch(origin)
@@ -69,8 +69,8 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         children &= may_relax[:, None]
         if allowed.cost is not None and allowed.budget is not None:
             children &= walk.spent[:, None] + allowed.cost <= allowed.budget[:, None]
-        # Take the child with the lowest id. If there is none, `child` is n. Clamp it to a valid id, which is never
-        # used.
+        # Take the child with the lowest id. If there is none, `child` is n. Clamp n to a valid id; the results for this
+        # id are discarded.
         child = jnp.min(jnp.where(children, ids, n), axis=1)
         takes_edge, child = child < n, jnp.minimum(child, n - 1)
         spent = walk.spent if allowed.cost is None else walk.spent + pick_one(allowed.cost, child)
@@ -80,7 +80,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         takes_edge, child, run, spent = override(walk)
         start = jnp.where(takes_edge, child, walk.start)
         stop, token = stretch(start)
-        # The relaxed edge starts at the previous stop node, and edge d starts at depth d.
+        # Edge d starts at depth d, so the number of the relaxed edge is the depth of the stop node at which it starts.
         is_edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, walk.stop)[:, None]
         return _WalkState(
             start=start,

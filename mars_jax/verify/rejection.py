@@ -83,8 +83,8 @@ class Rejection(Rule):
         """
         if self.block:
             check_chain(evidence.tree, self.name)
-        # In greedy rows, p is a one-hot distribution, so rejection is the same as `exact`, which needs no sums over the
-        # vocabulary.
+        # If all rows are greedy, p is one-hot and rejection is equivalent to `exact`. Use `exact` then, because it
+        # needs no sums over the vocabulary.
         return if_greedy(
             evidence.controls,
             lambda: Exact().relax(evidence, allowed),
@@ -162,8 +162,8 @@ class _Ratios:
         def at_drafted(logits: Array, norm: Array) -> Array:
             drafted_logit = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
             # The logits of node i predict the token of node i + 1, and the last logits predict no node, so drop the
-            # last norm. Limit the result to log 1: if rounding made q exceed 1, a token with probability 1 could
-            # be rejected.
+            # last entry of `norm`. Limit the result to log 1: if rounding made q exceed 1, a token with probability 1
+            # could be rejected.
             return jnp.minimum(drafted_logit - norm[:, :-1], 0.0)
 
         # In a deterministic draft, q(x) is 1 for each drafted token x, so log(p / q) is log p.
@@ -233,8 +233,9 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     """
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]
-    # r_i of the paper is the probability of accepting at least the first i drafted tokens, given these tokens: r_0 = 1
-    # and r_i = min(r_(i - 1) p / q, 1) for the token of node i. If the rule restarts at node `start`, r_start = 1.
+    # Given the values of the first i drafted tokens, r_i of the paper is the probability that at least these i tokens
+    # are accepted: r_0 = 1 and r_i = min(r_(i - 1) p / q, 1) for the token of node i. If the rule restarts at node
+    # `start`, r_start = 1.
     r = [jnp.ones(start.shape, jnp.float32)]
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
@@ -242,8 +243,8 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     # m_i of the paper, f32[B, K], is the sum of (r_i p - q)+ over the next token. Node N - 1 has no next token.
     m = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     m = jnp.pad(m, ((0, 0), (0, 1)))
-    # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. If h_i is 0 / 0, then r = 1 and p = q, so
-    # this prefix always passes the test, and so does the next longer one.
+    # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. If h_i is 0 / 0, then r_i = 1, and p = q for
+    # the next token, so r_(i + 1) = 1. Prefix i + 1 then always passes the test, and the value of h_i does not matter.
     divisor = m + 1.0 - r
     h = jnp.where(
         node == ratios.length[:, None],

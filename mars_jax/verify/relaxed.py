@@ -141,8 +141,8 @@ class Relaxed(Lossy):
         guarded_edges = self.guarded(evidence)
         check_array(self, "guarded", guarded_edges, "bool", evidence.tree.tokens.shape)
         allowed = Allowance(guarded_edges, self.max_relaxed_run, cost, budget, self.max_relaxed)
-        # The base walks the tree strictly. Where its walk would end, it follows an allowed edge instead, unless the
-        # base would emit a stop token.
+        # The base walks the tree. If no strict edge continues the walk, the base follows an allowed edge, unless it
+        # must emit a stop token there.
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self

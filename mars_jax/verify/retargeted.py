@@ -91,7 +91,7 @@ def _has_children(tree: DraftTree) -> Array:
     """Return bool[B, N], True if a node has a child that is not padding."""
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
-    # Entry [b, i, j] of this array bool[B, N, N] is True if node j is a child of node i and is not padding.
+    # Compute bool[B, N, N]. Entry [b, i, j] is True if node j is a child of node i and is not padding.
     node_ids = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
     return jnp.any((tree.parents[:, None] == node_ids) & (tree.tokens >= 0)[:, None], axis=2)
 

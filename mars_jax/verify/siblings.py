@@ -43,7 +43,7 @@ def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_k
     """
 
     def uniform(rank: Array, depth: Array) -> Array:
-        # Siblings have the same position. Fold in their rank, so that their random numbers are independent.
+        # Siblings have the same position, so fold in their rank to make their random numbers independent.
         keys = jax.vmap(jax.random.fold_in)(accept_keys, rank)
         return node_uniforms(keys, (evidence.start + depth)[:, None])[:, 0]
 

@@ -33,8 +33,8 @@ class Kind(NamedTuple):
     tell: list[str]
     ask: list[str]
     work: list[str]
-    pair: bool = False  # introduces a second person
-    last: bool = False  # no step can follow
+    pair: bool = False  # the step introduces a second person
+    last: bool = False  # no step can follow this one
 
     @property
     def opens(self) -> bool:
@@ -74,7 +74,8 @@ def drill(count: int, *, seed: int = 0) -> Iterator[str]:
 
     A word problem takes about 75 tokens to state one or two facts, whereas a drill consists only of facts.
     """
-    # `_equation` favours sums and differences: there are 4,843 of them, but only 144 products and quotients.
+    # `_equation` draws mostly sums and differences, because there are 4,843 of them but only 144 products and
+    # quotients.
     for index in range(count):
         rng = Random(f"drill/{seed}/{index}")
         yield ", ".join(_equation(rng) for _ in range(16))

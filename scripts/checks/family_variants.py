@@ -237,7 +237,7 @@ def outcome(data: Json, directory: Path) -> Json:
         return {"outcome": "refused", "message": str(error)}
     import transformers
 
-    # transformers 5 does not read "su", the original name of LongRoPE.
+    # transformers 5 does not recognise "su", the original name of LongRoPE.
     fields = json.loads(json.dumps(small).replace('"su"', '"longrope"'))
     with transformers_oracle.third_party():
         config = transformers.AutoConfig.for_model(**fields)

@@ -40,7 +40,8 @@ def pieces(draw: np.random.Generator) -> Iterator[str]:
     yield from characters
     known, listed = set(characters), characters[:95]
     while True:
-        # Prefer early pieces: in a learned vocabulary, frequent pieces are also parts of many longer ones.
+        # Choose early pieces more often, because in a learned vocabulary many longer pieces contain the same frequent
+        # ones.
         first, second = (listed[int(len(listed) * draw.random() ** 2)] for _ in range(2))
         joined = first + second
         if len(joined) <= 16 and joined not in known:
@@ -98,7 +99,8 @@ def write_stand_in(path: Path) -> Path:
         kind = gguf.GGMLQuantizationType.Q4_K
         size = gguf.GGML_QUANT_SIZES[kind][1]
         blocks = draw.integers(0, 256, (row.shape[0], row.shape[1] // 256, size), np.uint8)
-        # The factor of the minima is 7.5 times the factor of the scales, so that weights are centred on 0.
+        # The 4-bit values have mean 7.5. Make the factor of the minima 7.5 times that of the scales, so that the
+        # weights are centred on 0.
         factors = draw.uniform(0.5, 1, (*blocks.shape[:2], 2)).astype(np.float16)
         blocks[..., :4] = (factors * np.asarray([2e-4, 1.5e-3], np.float16)).view(np.uint8)
         writer.add_tensor(name, blocks.reshape(row.shape[0], -1), raw_dtype=kind)

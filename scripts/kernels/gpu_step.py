@@ -136,7 +136,8 @@ SECTIONS = {
         ("prompts", "no dot merger"),
         ("prompts", "no dot merger, graphs"),
     ],
-    # GPU options have no effect on a CPU. Compile only the prompt programs with them, because these compile fastest.
+    # GPU options have no effect on a CPU. It is enough to test them with one group of programs; prompts compile
+    # fastest.
     "tiny": [
         ("device", "default"),
         ("steps", "default"),

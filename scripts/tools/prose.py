@@ -72,7 +72,7 @@ def _of_module(source: str) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     ]
-    # Group comments on consecutive lines into one paragraph: within it, line number minus index is constant.
+    # Group comments on consecutive lines into paragraphs. Within a paragraph, line number minus index is constant.
     blocks: dict[int, list[tuple[int, str]]] = collections.defaultdict(list)
     for index, (line, text) in enumerate(comments):
         blocks[line - index].append((line, text))

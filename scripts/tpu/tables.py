@@ -54,8 +54,8 @@ def published() -> dict[str, Any]:
     def row(name: str, plan: Mapping[str, Any]) -> list[str]:
         paper, step, plain_step = plan["published"], plan["step"], plan["alone"]
         ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (plain_step, step)]
-        # The low ends of both ranges assume the same times per routine, and so do the high ends. So divide low by low
-        # and high by high.
+        # Divide low by low and high by high: the low ends of both ranges assume the same times per routine, and so do
+        # the high ends.
         shares = sorted(a / b for a, b in zip(plain_step, step, strict=True))
         speedups = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
         cells = zip(paper["tau"], paper["speed"], speedups, strict=True)

@@ -67,7 +67,7 @@ class Schedule(NamedTuple):
     """The schedule of one program."""
 
     top: Routine
-    # Keyed by the HLO instruction in the name of the file.
+    # Keyed by the name of the HLO instruction, which is part of the file's name.
     routines: dict[str, Routine]
 
 
@@ -237,7 +237,7 @@ def _statements(bundle: str) -> list[_Statement]:
             if operation == "smov":
                 # `(p, a), b` means b if p holds, else a.
                 operands = re.sub(r"\((!?%\w+), ([^)]*)\), (.*)", r"\1, \3, \2", operands)
-            # Remove the predicate of a whole statement: the result is used only if the predicate holds.
+            # Remove a predicate that applies to the whole statement: the result is used only if the predicate holds.
             operands = re.sub(r"^\(!?%\w+\), ", "", operands)
             statements.append(_Statement(operation, result, [part.strip() for part in operands.split(",")]))
     return sorted(statements, key=lambda statement: statement.operation != "sphi")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Select the CPU: if libtpu's flags are in the environment, JAX otherwise looks for a TPU on this machine.
+# Select the CPU: if libtpu's flags are in the environment, JAX would otherwise look for a TPU on this machine.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jax.sharding import Mesh

@@ -113,7 +113,7 @@ class Computation:
     """A list of instructions, one of which computes the result."""
 
     name: str
-    # By name, in the order of the schedule.
+    # Instructions by name, in schedule order.
     instructions: dict[str, Instruction]
 
     @functools.cached_property

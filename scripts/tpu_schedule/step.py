@@ -39,7 +39,8 @@ class Op(NamedTuple):
     # True if the instruction launches a routine or a collective. Copies are not counted because they overlap with other
     # instructions. Scalar instructions are not counted because they take only a few top-level bundles.
     is_launch: bool
-    # Size in bytes of a collective's operands and results, and number of devices in its group; 0 if not a collective.
+    # Sizes in bytes of a collective's operands and results, and number of devices in its group. All three are 0 for
+    # other instructions.
     sent: int
     received: int
     devices: int
@@ -151,8 +152,8 @@ class Reader:
             elif instruction.opcode == "call":
                 ops += self.ops(called[0], times)
             elif instruction.name.startswith("async-collective-") or instruction.opcode == "call-start":
-                # The collective is inside a pair of instructions (fusions, or calls to the sparse cores). Count it
-                # once, at the start.
+                # The collective is inside both instructions of a pair, a start and a done (fusions, or calls to the
+                # sparse cores). Count it only in the start.
                 ops += [
                     self.op(called[0], inner, times)
                     for inner in called[0].instructions.values()

@@ -62,7 +62,7 @@ REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues"
 # and switches to rows of 1,024 tokens only at the very end.
 LENGTHS = {256: 0.95, CONTEXT: 0.05}
 # A draft model learns best from many steps with few tokens each. For the target, that many steps would be too
-# expensive, because Muon computes matrix products in every step.
+# expensive, because every step of Muon computes matrix products whose cost does not depend on the number of tokens.
 TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}"
@@ -254,7 +254,7 @@ def main() -> None:
     first = functools.partial(initial, TARGET, args.seed)
     target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)
     trained = functools.partial(jax.tree.map, jnp.array, target)
-    # Shuffle the text differently, so that the target has not seen most of these rows in the first stage.
+    # Shuffle the text with another seed than in the first stage, so that most rows are new to the target.
     target = train(
         "refine", trained, target_loss, REFINE_SHARES, args.refine_tokens, TARGET_STEP, seed=args.seed + 1
     )

@@ -374,7 +374,7 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
         key = (task, temperature, arm.draft, arm.name)
         have = {row["id"] for row in eval_rules.read_rows(file) if key_of(row) == key}
         missing = [(i, problems[task][i]) for i in ids if i not in have]
-        # Sort the prompts: prompts of similar length share a compiled program.
+        # Sort the prompts by length, because prompts of similar length share a compiled program.
         missing.sort(key=lambda numbered: len(numbered[1].turns[0]))
         for first in range(0, len(missing), study.rows):
             decoded = pair.rows_of(arm, task, temperature, missing[first : first + study.rows])

@@ -219,7 +219,7 @@ def _check_constraints(args: argparse.Namespace) -> None:
     # This call only checks for errors. The constraints themselves are built together with the requests.
     constraints.from_fields({"regex": args.regex, "choice": args.choice})
     if args.json_schema is not None:
-        # The settings of a run then record the schema, not a path whose content may change.
+        # The settings of a run then record the schema itself, not the path of a file that may change.
         args.json_schema = json.loads(constraints.json_schema(Path(args.json_schema)).content)
     for spans in (args.relax_in, args.strict_in):
         checked_spans(spans or ())

@@ -85,7 +85,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         with busy("loading"):
             job = open_job(args, choices, part_rows)
         if row_file is not None:
-            # Fingerprints need the weights, so the existing rows are compared only now.
+            # Fingerprints are computed from the weights, so only now can they be compared with those of the file.
             row_file.start(output.fingerprints(job.session, choices.draft))
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             # JSON is written as UTF-8 in every locale.

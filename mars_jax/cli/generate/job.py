@@ -82,7 +82,7 @@ class JobCompletions:
             self._job.finished.append(completion)
             any_succeeded = any_succeeded or completion.finish_reason != "failed"
             held_completions.append(completion)
-            # Hold back completions until one has succeeded, so that broken weights produce no output.
+            # Hold back completions until one has succeeded. With broken weights, none succeeds, and none is output.
             if any_succeeded:
                 yield from held_completions
                 held_completions.clear()
@@ -158,7 +158,7 @@ def open_job(
     Raises:
       MarsError: the checkpoints, the rule or the prompts are invalid.
     """
-    # Check everything that needs only configs and tokenizers.
+    # Before loading weights, check everything that needs only configs and tokenizers.
     sketch = target or hub.outline(args.target)
     requests = make_job_requests(sketch, args, rows)
     rule = load_rule(args.rule, sketch, rows)
@@ -176,7 +176,7 @@ def open_job(
     if target.mesh is not None:
         # Place the weights of the rule on the target's mesh.
         rule = load_rule(args.rule, target, rows)
-    # A default draft of "usual" size is short and adaptive on a CPU. Elsewhere its length is fixed.
+    # "usual" stands for a short draft of adaptive length on a CPU, and for a draft of fixed length elsewhere.
     draft_size, num_draft_tokens = choices.draft_size, args.num_draft_tokens
     if draft_size == "usual":
         draft_size = "fixed"
@@ -202,7 +202,7 @@ def open_job(
     if is_simulated:
         _check_tau(args.rule, rows, drafter.drafter.max_depth + 1)
     default_batch_size = 1 if choices.streams else 8  # streamed text is shown one prompt after another
-    # A draft that learns needs the kind of each token. Kinds are only recorded along with the log-probabilities.
+    # A drafter that learns needs the kind of each token, and kinds are only recorded along with log-probabilities.
     session = Session(
         target=target,
         drafter=drafter,
@@ -277,7 +277,7 @@ def make_job_requests(
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
     part_slice = args.part or slice(0, None, 1)
-    # The numbers of the rows within the whole run, which determine the seeds.
+    # Row numbers within the whole run. They determine the seeds.
     row_numbers = range(part_slice.start, part_slice.start + part_slice.step * len(rows), part_slice.step)
     for number, row, tokens in zip(row_numbers, rows, _tokens(target, rows, args), strict=True):
         # Later entries take precedence: the flags, then the seed for this row number, then the row's own settings.

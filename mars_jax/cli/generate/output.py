@@ -41,13 +41,13 @@ _ELSEWHERE = {
     # The digest of the prompts covers these flags.
     "prompts", "prompts_file",
     "output", "resume", "json", "stream", "compare", "part",
-    # This flag only allows an adaptive draft length, which does not change any tokens.
+    # This flag only enables an adaptive draft length, which changes no tokens.
     "draft_is_default",
     # A row's tokens do not depend on its batch or on the number of devices.
     "batch_size", "prefill_chunk", "mesh", "draft_device", "coordinator", "num_processes", "process_id",
     # This flag controls whether checksums are compared, not which weights are loaded.
     "no_check",
-    # The rule's settings record these flags.
+    # These flags are covered by the rule's settings, which are recorded.
     "theta_file", "rule", "rule_option", *FLAGS,
 }  # fmt: skip
 """Flags that are not recorded in rows, because they do not change any tokens or because other settings cover them. All
@@ -125,7 +125,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     job_completions = job.decode(missing_indices)
     with progress("prompts") as show:
         completions = _each(job_completions, show, total_rows, total_rows - len(missing_indices))
-        # If the first batch fails, iteration stops before the end of `missing_indices`.
+        # `completions` ends early if the first batch fails, and a strict zip would then raise an error.
         for index, completion in zip(missing_indices, completions, strict=False):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:

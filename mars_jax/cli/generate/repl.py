@@ -239,8 +239,8 @@ class Talk:
     def _answer(self, text: str) -> None:
         printer = TextPrinter(self._out, colours=self._job.drafts)
         completion = None
-        # Ctrl-C ends the answer after the current step. In a chat, closing the stream then records the partial text as
-        # the answer.
+        # Ctrl-C ends the answer after the current step. In a chat, closing the stream records the partial text as the
+        # answer.
         with signals.stoppable() as stop_event, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
             # Outside a chat, print the prompt again, so that its continuation follows it.
@@ -326,7 +326,7 @@ class Talk:
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."
             )
-        # A word such as -1 or -.5 is a value.
+        # A word such as -1 or -.5 is a value, not a flag.
         for flag in (word.partition("=")[0] for word in words if re.match(r"-[^\d.]", word)):
             if flag not in flags:
                 raise MarsError(

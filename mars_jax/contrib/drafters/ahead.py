@@ -51,7 +51,7 @@ class Ahead(NamedTuple):
     """A target and a drafter that run in parallel; see `ahead`."""
 
     decoder: Decoder  # decoder of the target; the caller fills in its K-token drafts
-    drafter: Drafter  # drafter of K + 1 tokens
+    drafter: Drafter  # drafter that proposes K + 1 tokens
 
 
 @dataclasses.dataclass
@@ -212,7 +212,7 @@ def stream_ahead(
         handed_columns = slice(1, None) if first_known else slice(-1)
         handed_tokens = remote.part(draft, handed_columns)
         state, info, committed, done_rows = _verify(pair.decoder, target_params, state, handed_tokens)
-        # Start the next draft before the verdict is known.
+        # Start the next draft before the target's verification has finished.
         next_draft, next_assumed_text = remote.draft(assumed_text)
         if first_known:
             guess = remote.part(next_draft, slice(1))

@@ -63,9 +63,9 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
             prefix_log_q, best_indices = lax.top_k(node_log_q[-1][:, part.last :], part.width)
             sorted_prefixes.append(best_indices + part.first + part.last)
 
-    # A child's sum is its parent's sum with a zero replaced by a term of at most 0, so it is never higher, even after
-    # rounding. top_k breaks ties in favour of the lower index, which is the parent's. The kept nodes therefore form a
-    # tree in which parents precede their children.
+    # A child's sum is its parent's sum with a zero replaced by a term of at most 0, so a child's sum is never above its
+    # parent's, even after rounding. top_k breaks ties in favour of the lower index, which is the parent's. The kept
+    # nodes therefore form a tree in which parents precede their children.
     ranks, kept_ids = lax.top_k(jnp.concatenate(node_log_q, axis=1), m)
     # Look up the kept candidates in the static table of all candidates; each column becomes an i32[B, M].
     node_columns = jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds")
@@ -73,8 +73,8 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     if sorted_prefixes:
         prefix_ids = pick(jnp.concatenate(sorted_prefixes, axis=1), jnp.maximum(-1 - parent_ids, 0))
         parent_ids = jnp.where(parent_ids < 0, prefix_ids, parent_ids)
-    # A parent's node number is 1 + its index among the kept nodes. A parent that is the root matches none of them, so
-    # the sum is 0.
+    # A parent's node number is 1 + its index among the kept nodes. If the parent is the root, its id matches no kept
+    # node, so the sum is 0, which is the root's node number.
     is_parent = parent_ids[:, :, None] == kept_ids[:, None]
     parents = jnp.sum(jnp.where(is_parent, jnp.arange(1, m + 1, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
     tokens = pick(top_entries.ids.reshape(batch, -1), token_index)
@@ -196,6 +196,6 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
         yield from descendants((0,), 1, 0)
         return
     for r in range(min(m, prefixes)):
-        # At least r + 1 nodes at the prefix's depth, and at least one at each depth above it, are at least as probable
-        # as prefix r.
+        # The nodes that are at least as probable as prefix r include r + 1 nodes at its depth, one of which is prefix r
+        # itself, and its ancestors below the root.
         yield from descendants((r,), r + 1, r + begin)

@@ -37,7 +37,7 @@ class ProxyVerdict(NamedTuple):
     """The verdict of a proxy at P positions; each field is [B, P]."""
 
     token: Array  # i32; the proxy's most probable token
-    differs: Array  # bool; True if `token` replaces the drafted token, which may be NO_TOKEN
+    differs: Array  # bool; True if `token` replaces the drafted token or NO_TOKEN
     unsure: Array  # bool; True if the target must decide
 
 
@@ -79,8 +79,8 @@ class CascadeParams(NamedTuple):
 
     inner: PyTree  # weights of the inner drafter
     proxy: PyTree  # weights of the proxy
-    # Thresholds of the gate: for "margin" the minimum difference of probabilities, f32[], and for "ratio" the pair
-    # (accept, escalate). They are arrays, so that changing them does not trigger recompilation.
+    # Thresholds of the gate: for "margin", the minimum difference between the proxy's top two probabilities, f32[]; for
+    # "ratio", the pair (accept, escalate). They are arrays, so that changing them does not trigger recompilation.
     gate: PyTree = np.float32(0.5)
 
 
@@ -89,7 +89,7 @@ class CascadeState(NamedTuple):
 
     inner: PyTree  # state of the inner drafter
     cache: PyTree  # cache of the proxy
-    rounds: Array  # i32[B]; number of rounds since the row started, except those in which it waited
+    rounds: Array  # i32[B]; number of rounds since the row started, not counting those in which it waited
 
 
 class _Round(NamedTuple):
@@ -222,7 +222,7 @@ class Cascade(Drafter):
             # unsure.
             replaced_at, unsure_at = _first(verdict.differs), _first(verdict.unsure)
             decides = (replaced_at < unsure_at) & may_trust
-            # The proxy's version of the draft: x before its first correction, and its own tokens from there on.
+            # The draft as corrected by the proxy: x before the first correction, and the proxy's tokens from there on.
             proxy_tokens = jnp.where(place < replaced_at[:, None], x, verdict.token)
             num_new = jnp.where(decides, replaced_at + 1, jnp.where(may_trust, unsure_at, 0))
             stop_at = _first(is_stop(proxy_tokens, controls.stop_tokens))
@@ -231,8 +231,8 @@ class Cascade(Drafter):
             # then chooses the token at that position.
             out_of_room = decides & ~stops & (carry.begin + num_new + k + 1 > limit)
             num_new = jnp.where(out_of_room, num_new - 1, jnp.minimum(num_new, stop_at))
-            # If the trusted tokens would include a stop token, the target verifies the proxy's tokens; otherwise it
-            # verifies x.
+            # Trusted tokens end before a stop token, and the target then verifies the proxy's tokens from there on.
+            # Otherwise, the target verifies x.
             target_draft = jnp.where(
                 stops[:, None], jnp.where(place <= replaced_at[:, None], proxy_tokens, NO_TOKEN), x
             )

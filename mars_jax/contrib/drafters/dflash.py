@@ -230,7 +230,7 @@ def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
     config, params = dflash_files.load_dflash(
         asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
     )
-    # On a CPU use float32, as in `hub.load`, because XLA's CPU backend would convert a bfloat16 cache to float32 in
+    # On a CPU, use float32, as `hub.load` does, because XLA's CPU backend would convert a bfloat16 cache to float32 in
     # every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree

@@ -139,7 +139,7 @@ def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> D
         feature_layers=feature_layers,
         block_size=settings["block_size"],
         mask_token=settings["mask_token_id"],
-        # DeepSeek's DFlash heads have the same class name as its DSpark heads, and also predict the next token at each
+        # DeepSeek's DFlash heads have the same class name as its DSpark heads. Both predict the next token at each
         # position.
         from_anchor=bool(value_or_default(data, "sample_from_anchor", has_dspark or "dspark" in class_names)),
         causal=causal_layers,

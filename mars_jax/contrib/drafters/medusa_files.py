@@ -87,7 +87,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
         return data[key]
 
     matches = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
-    # Head i, block j: `i.j.linear.weight` is a residual block, and the last `i.j.weight` is the unembedding.
+    # In head i, `i.j.linear.weight` belongs to residual block j. `i.j.weight`, with the last j, is the unembedding.
     num_heads = len({match[1] for match in matches})
     depth = len({match[2] for match in matches if match[3]})
     for part, stated, count in (

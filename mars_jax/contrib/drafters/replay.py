@@ -48,7 +48,7 @@ class Replay(NGram):
     """
 
     _: dataclasses.KW_ONLY
-    max_ngram: int = 6  # longest suffix to search for in the corpus; in the row's own tokens, it is 3
+    max_ngram: int = 6  # longest suffix to search for in the corpus (in the row's own tokens: always 3)
     min_ngram: int = 2  # shortest suffix that counts as a match in the corpus
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:

@@ -55,7 +55,7 @@ class SelfDraft(ShapedDrafter):
     model: LanguageModel  # target without sliding windows; all leaves of its cache are [B, S, ...]
     # Length of the chain; ignored if `tree` is set.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # Number of most recent tokens that the draft attends to, in addition to the first `SINKS` tokens.
+    # Number of the most recent tokens that the drafter attends to, in addition to the first `SINKS` tokens.
     window: int = dataclasses.field(default=WINDOW, kw_only=True)
 
     reads = ()

@@ -66,8 +66,8 @@ def examples(
     accept_prob = jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0))
     acceptance = jnp.where(drawn, accept_prob, (x == jnp.argmax(p, axis=-1)).astype(jnp.float32))
     text_positions = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
-    # Slots [0, n) contain the document tokens. Slots [n, 2 n) contain the drafted ones, each at the position after the
-    # token it follows.
+    # Slots [0, n) contain the document tokens. Slots [n, 2 n) contain the drafted tokens. The position of a drafted
+    # token is that of the document token it follows, plus 1.
     sees_itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))
     branch_visible = Visible(
         first=jnp.zeros((rows,), jnp.int32),

@@ -139,7 +139,7 @@ def _evaluate(
         if best_result is None or evaluation < evaluations // 2:
             candidate = frozenset(places[i] for i in rng.choice(len(places), count, replace=False))
         else:
-            # Swap a sublayer that the best mask removes and one that it keeps.
+            # Start from the best mask, and swap one of the sublayers that it removes for one that it keeps.
             removed, kept = sorted(best_removed), sorted(set(places) - best_removed)
             candidate = best_removed - {removed[rng.integers(len(removed))]} | {kept[rng.integers(len(kept))]}
         result = evaluate(candidate)

@@ -45,7 +45,7 @@ class Budget(Relaxed):
         help="maximum regret of a token, in nats, per token that remains in the draft",
         kw_only=False,
     )
-    # i32[] or [B]; relaxed tokens per step
+    # i32[] or [B]; maximum number of relaxed tokens per step
     max_relaxed: Any = struct.setting(
         default=2,
         kind=int,

@@ -59,7 +59,7 @@ class ByContext(Mars):
         return MARGINS[self.margin](stats.top1, stats.top2, jnp.where(jnp.isinf(theta), theta, scaled_theta))
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        # Skip the kernel of `Mars`, which supports only one theta per row.
+        # Bypass the kernel of `Mars`, which supports only one theta per row.
         return super(Mars, self).__call__(evidence)
 
 

@@ -65,7 +65,7 @@ class Fuzzy(Retargeted):
             log_mean = jnp.logaddexp(log_p, log_q) - math.log(2)
             terms_p = jnp.where(p > 0, p * (log_p - log_mean), 0.0)
             terms = terms_p + jnp.where(q > 0, q * (log_q - log_mean), 0.0)
-        # Both distances are half the sum of the terms. Clip them at 0: rounding can make a sum negative, and the
-        # distance would then be below a bound of 0.
+        # Both distances are half the sum of the terms. Clip them at 0: rounding can make a sum negative, and a negative
+        # distance would be below even a bound of 0, which must be lossless.
         distance = jnp.maximum(jnp.sum(terms, axis=-1) / 2, 0.0)
         return jnp.where((distance < self.bound[:, None])[..., None], log_q, log_p)

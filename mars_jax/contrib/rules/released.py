@@ -42,7 +42,7 @@ class Released(Retargeted):
     [99, 48]
     """
 
-    # f32[] or [B]; inf disables the test of the ratio
+    # f32[] or [B]; inf disables the ratio test
     ratio: Any = struct.setting(
         default=0.9,
         ranges=Range("a number above 0, or inf", 0, above=True, grid=RATIOS),

@@ -82,7 +82,7 @@ class Simulated(Lossy):
         if tree.is_chain:
             on_path = is_real
         else:
-            # Mark the first of the deepest nodes and its ancestors.
+            # Mark the deepest node (the first, if there are several) and its ancestors.
             end_node = jnp.argmax(depths, axis=1)[:, None, None]
             on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), end_node, axis=1)[:, 0]
         acceptance = acceptance_rate(self.tau, height, tree.max_depth)

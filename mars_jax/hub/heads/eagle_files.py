@@ -184,7 +184,8 @@ def layer_config(data: JsonObject, shapes: Iterable[str]) -> ModelConfig:
     def has(name: str) -> bool:
         return f"layers.0.{name}" in shapes
 
-    # Trust the tensors, not the flags: heads copy the target's flags but are trained without biases.
+    # Trust the tensors, not the flags: the configs of heads copy the target's flags, but heads are trained without
+    # biases.
     return dataclasses.replace(
         layer,
         qkv_bias=has("self_attn.q_proj.bias"),

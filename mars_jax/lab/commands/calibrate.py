@@ -148,7 +148,7 @@ def _thetas(args: argparse.Namespace) -> list[float]:
         return list(rule_grid)
     thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
     valid_orders = {"rising": sorted(set(thetas)), "falling": sorted(set(thetas), reverse=True)}
-    # The grid of a built-in rule runs from strict to loose, so it determines the order.
+    # The grid of a built-in rule runs from strict to loose, so --thetas must be in the order of the grid.
     if rule_grid and rule_grid[0] < rule_grid[-1]:
         del valid_orders["falling"]
     elif rule_grid:
@@ -182,9 +182,9 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
     if hosts.is_first():
         check_writable(args.output)
-    # The file --output is only created at the end, so store the rows in a folder next to it until then.
+    # The --output file is created only at the end, so store the rows in a folder next to it until then.
     rows_folder = args.output.with_name(f"{args.output.name}-rows")
-    # By default, use enough problems to certify the bound if the mean loss is a tenth of it.
+    # By default, use enough problems to certify the bound if the mean loss is a tenth of the bound.
     default_problems = calibration.FACTORS[0.1] * calibration.fewest(args.bound, args.confidence)
     check_problems = functools.partial(calibration.check_certifiable, args)
     problems, target, drafter = pair.open_study(

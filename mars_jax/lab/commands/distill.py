@@ -37,7 +37,7 @@ def _flag(metavar: str, help: str, kind: type = str, **options: Any) -> dict[str
 
 
 def _switch(help: str) -> dict[str, Any]:
-    # The default is None rather than False, so that it equals the value of a flag that the kind does not have.
+    # The default is None rather than False, because None is also the value of a flag that the kind does not have.
     return {"action": "store_true", "default": None, "help": help}
 
 

@@ -120,7 +120,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     try:
         draft = parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
-        # Replace the period at the end of the message to continue the sentence.
+        # Remove the period at the end of the message, to append a clause.
         raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")

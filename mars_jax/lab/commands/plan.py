@@ -242,7 +242,7 @@ def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
 def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
     """Return the estimates as table rows, for drafts of at most `max_depth` tokens."""
     step, autoregressive_step = plan.step, plan.autoregressive_step
-    # The table of overheads may cover a step without a draft but not one with a draft. The reverse is impossible.
+    # The table of overheads may cover a step without a draft but not one with a draft. The opposite does not occur.
     if autoregressive_step is None:
         return []
     if step is None:
@@ -305,7 +305,7 @@ def _print_table(
         return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
 
     def memory(tried: Plan | Attempt) -> str:
-        # If a program does not fit, the compiler does not always report how much memory it needs.
+        # For a program that does not fit, the compiler does not always report the required memory.
         if not tried.held_bytes:
             return "more than there is"
         return f"{size(tried.held_bytes)} of {size(tried.hbm_bytes)}"

@@ -31,14 +31,14 @@ class Answer:
     tokens: tuple[tuple[int, ...], ...]  # new tokens of each turn
     finish_reason: str  # "stop" or "length" of the last turn; "context" if a follow-up turn did not fit
     metrics: Metrics
-    seconds: float  # this problem's share of the wall time of its groups, including prefill
+    seconds: float  # this problem's share of the wall time of its turns, including prefill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
     """The settings that all arms share: the pair of models, and how prompts become requests."""
 
-    session: Session  # each arm replaces its rule
+    session: Session  # each arm replaces the session's rule with its own
     chat: bool = False
     max_new_tokens: int = 256
     refiner: Refiner | None = None  # only for the arm whose draft is refined
@@ -136,7 +136,7 @@ class Decoding:
         pair = session.using(arm.loaded_rule)
         if not arm.refines:
             return _decoded(pair, requests)
-        # Decode with the current weights of the refined draft, then train it on these completions.
+        # Decode with the draft model's current weights, and then train the draft model on these completions.
         refiner, params = self.refiner, pair.target.params
         assert refiner is not None
         drafter = pair.drafter._replace(params=refiner.params)

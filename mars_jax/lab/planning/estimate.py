@@ -30,11 +30,11 @@ LAYER_COLLECTIVES = 2
 class StepBytes(NamedTuple):
     """Bytes that one device must read in a step."""
 
-    # The target's layers and its live cache.
+    # The target's layers, its final norm and its live cache.
     layers: int
-    # The target's final norm and unembedding matrix.
+    # The target's unembedding matrix.
     unembed: int
-    # The draft, summed over all of its passes.
+    # The draft's weights and its live cache, summed over all passes.
     draft: int
 
     @property
@@ -108,7 +108,8 @@ def step_time(work: Work, generation: str, device: Chip) -> StepTime:
     seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
     seconds += draft_overheads["step_seconds"] + work.passes * draft_overheads["pass_seconds"]
 
-    # Collectives: all-reduces of bfloat16 hidden states, and small all-reduces in the draft, whose bytes are neglected.
+    # Collectives: all-reduces of bfloat16 hidden states, and all-reduces in the draft, which are so small that their
+    # bytes are neglected.
     sum_bytes = 2 * work.tokens * work.hidden_size
     all_reduce_seconds = functools.partial(
         collective_seconds, "all-reduce", devices=work.devices, link=device.link

@@ -40,7 +40,7 @@ class Plan:
     chips: int
     mesh: dict[str, int]
     fits: bool
-    # Capacity of a device.
+    # Memory capacity of a device.
     hbm_bytes: int
     # Weights, caches and temporaries of the compiled program.
     held_bytes: int
@@ -52,15 +52,16 @@ class Plan:
     read_bytes: int
     # The larger of (bytes read / bandwidth) and (operations / peak FLOP/s).
     floor_seconds: float
-    # The same bound for a step without a draft.
+    # The same quantity for a step without a draft.
     autoregressive_floor_seconds: float
-    # Number of collectives in the loop, keyed by kind and shape.
+    # Numbers of collectives in the loop, keyed by kind and shape.
     collectives: dict[str, int]
     compile_seconds: float
-    # The estimated range, as low_seconds and high_seconds; None if the table of overheads does not cover the step.
+    # The two ends of the estimated range, keyed by "low_seconds" and "high_seconds"; None if the table of overheads
+    # does not cover the step.
     step: dict[str, float] | None
     autoregressive_step: dict[str, float] | None
-    # Notes on the arrays that every device stores unsharded and, if there is no estimate, the reason for that.
+    # Notes on the arrays that every device stores unsharded and, if there is no estimate, the reason why.
     notes: tuple[str, ...]
 
 
@@ -125,7 +126,7 @@ def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
     cache_bytes, draft_cache_bytes = local_bytes(pair.state.cache), local_bytes(pair.state.draft)
-    # Number of devices that share a layer. The `data` axis divides only rows.
+    # Number of devices that share a layer. The `data` axis does not count, because it divides only rows.
     devices_per_layer = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows_per_device = pair.batch * devices_per_layer // pair.mesh.size
     # The table of overheads has one row for all chains and one for all trees.
@@ -232,7 +233,7 @@ class Attempt(NamedTuple):
     dtype: str
     mesh: dict[str, int]
     fits: bool
-    # Reported by the compiler, or the size of the weights if they already exceed the memory.
+    # Memory use reported by the compiler, or the size of the weights if they already exceed the memory.
     held_bytes: int
     hbm_bytes: int
 
@@ -369,7 +370,7 @@ def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Se
         try:
             attempts.append(attempt(name, dtype))
         except MarsError:
-            # The models cannot be divided over this number of chips.
+            # The models cannot be divided over the chips of this slice.
             continue
         if attempts[-1].fits:
             break

@@ -132,7 +132,7 @@ def measured(summary: JsonObject) -> dict[str, float]:
     """
     values_by_name: dict[str, list[float]] = {}
     for table in summary["tables"]:
-        # If the rule has several arms, use the first one, whose threshold the controls share.
+        # If the rule has several arms, use the first one, because its threshold is also that of the controls.
         arm_by_role = {arm["role"]: arm for arm in reversed(table["arms"])}
         for role in ("strict", "rule"):
             values_by_name.setdefault(f"{role} speed", []).append(arm_by_role[role]["speedup"])

@@ -51,7 +51,7 @@ class Stream(NamedTuple):
 
     tokens: np.ndarray  # u16[n] or u32[n]
     segments: np.ndarray  # i32[n]; document number of each token
-    weight: float  # share of the training tokens, relative to other streams
+    weight: float  # weight of this stream when rows are drawn from all streams
 
 
 def make_stream(texts: Iterable[str], tokenizer: Tokenizer, *, weight: float = 1.0) -> Stream:
@@ -118,7 +118,8 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
         dataset = grain.MapDataset.source(_StreamRows(source, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
     mixed_dataset = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])
-    # For one-row batches, keeping the remainder makes the dataset longer than sys.maxsize, which grain cannot handle.
+    # Without `drop_remainder`, the length of a dataset with one-row batches would exceed sys.maxsize, which grain
+    # cannot handle.
     return mixed_dataset.batch(rows, drop_remainder=True)
 
 

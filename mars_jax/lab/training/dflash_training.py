@@ -219,7 +219,8 @@ def new_dflash(
       divergence: see `dflash`.
     """
     layers = tuple(layers or block_layers(target))
-    # The mask token is the token that begins or ends a document.
+    # The mask token is one that never occurs inside a document: the BOS token, or the first EOS token if there is no
+    # BOS token.
     special_tokens = (target.bos_token_id, *target.eos_token_ids)
     mask_token = next((token for token in special_tokens if token is not None), 0)
     draft_vocab_size, vocabulary = target.vocab_size, None

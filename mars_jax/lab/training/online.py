@@ -49,7 +49,7 @@ HELD_OUT, WIDTH = 16, 256
 class Refined(NamedTuple):
     """The result of a refinement."""
 
-    params: PyTree  # params of the draft: new, or old after a rollback
+    params: PyTree  # params of the draft: the updated ones, or the old ones after a rollback
     kept: bool
     loss: float  # nats per rejected token, at the last step
     before: float  # expected tau on the held-out documents before the update
@@ -141,7 +141,7 @@ class Refiner:
         self._depth, self._width, self._fall = depth, width, fall
         self._random = np.random.default_rng(seed)
         self._dtypes = jax.tree.map(lambda x: x.dtype, params)
-        # Keep float32 params, so that updates smaller than a bfloat16 step accumulate.
+        # Keep float32 params, so that updates below the resolution of bfloat16 accumulate.
         self._params = cast(params, jnp.float32)
         optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = optimizer.init(self._params)
@@ -199,7 +199,7 @@ class Refiner:
                     self._params, self._state, self._lessons(), target_params
                 )
         tau_after = self.expected_tau(target_params)
-        # A change in the target may already have lowered tau below this share of its initial value.
+        # If the target has changed, tau may have been below this share of its initial value even before the update.
         least_tau = min((1 - self._fall) * self._first, tau_before)
         is_kept = math.isfinite(tau_after) and tau_after >= least_tau
         if not is_kept:
@@ -256,7 +256,8 @@ def _measure(
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
     """Return the probability that a token drafted from logits y f32[..., V] is accepted under the target's logits z."""
-    # Greedy verification accepts if the best tokens agree. Rejection sampling accepts with probability sum(min(p, q)).
+    # Greedy verification accepts a token if the best tokens of target and draft agree. Rejection sampling accepts a
+    # token with probability sum(min(p, q)).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)

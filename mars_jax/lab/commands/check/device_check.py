@@ -109,7 +109,7 @@ def make_report(output: Path | None = None) -> JsonObject:
             except Exception as error:
                 report[section] = None
                 report["wrong"].append(f"{section}: {large.error_summary(error)}")
-        # The large model is only timed, and a slow time is not a failure.
+        # The large model is only timed, and low speed is not a failure.
         if section != "large":
             report["wrong"] += wrong_rows(report[section] or [])
         report["seconds"] = round(time.perf_counter() - start_time, 1)
@@ -189,7 +189,7 @@ def _large_table(large: JsonObject) -> Table:
             continue
         product_ms = 1e3 * row["flops"] / product_rate
         cells = ["", _number(product_ms), "", ""]
-        # The row for the prompt contains neither bytes nor tokens per second.
+        # The row for the prompt lacks the fields `bytes` and `tokens_per_second`.
         if "bytes" in row:
             read_ms = 1e3 * row["bytes"] / copy_rate
             cells = [

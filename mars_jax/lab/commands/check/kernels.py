@@ -200,7 +200,7 @@ def _accept(
     ranks = random.choice(3, p=(0.4, 0.5, 0.1), size=(ROWS, nodes, 1))
     tokens = np.take_along_axis(best_ids[:, np.maximum(parents, 0)], ranks, axis=-1)[..., 0]
     tokens[random.random(tokens.shape) < 0.1] = -1
-    # The root is the last committed token; its value is arbitrary.
+    # The root is the last committed token, which is not verified, so any valid id will do.
     tokens[:, 0] = 1
     row_numbers = np.arange(ROWS)
     controls = AcceptControls(
@@ -276,10 +276,10 @@ def _attention_of_a_model() -> Case:
     # A fully masked node outputs zeros.
     mask[0, 0] = False
     scores = np.einsum("bnkgd,bskd->bnkgs", *(x.astype(np.float32) for x in (q, k))) * dim**-0.5
-    # Scores have a standard deviation of 1, so the softmax need not subtract their maximum.
+    # Scores have a standard deviation of about 1, so exp does not overflow even without subtracting their maximum.
     exp_scores = np.exp(scores) * mask[:, :, None, None]
     weighted_values = np.einsum("bnkgs,bskd->bnkgd", exp_scores, v.astype(np.float32))
-    # Weights, values and results are rounded to bfloat16, with an error of 2^-8 for numbers near 1.
+    # Weights, values and results are rounded to bfloat16, with an error of up to 2^-8 for numbers near 1.
     return Case(
         "attend",
         f"[{ROWS}, {nodes}, {heads}, {group}, {dim}] over {slots}",
@@ -302,7 +302,8 @@ def _int4(rows: int, group: int) -> Case:
         offset=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float32),
         dtype=jnp.bfloat16,
     )
-    # Rounding a weight to bfloat16 has a relative error of up to 2^-8; over 512 inputs the errors partly cancel.
+    # Rounding a weight to bfloat16 causes a relative error of up to 2^-8. In a sum over 512 inputs, the errors
+    # partly cancel.
     return Case(
         "dense",
         f"[{rows}, {inputs}], groups of {group}",

@@ -277,7 +277,7 @@ def _drawn(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Array:
         return jnp.arange(shape[0], dtype=dtype)
     if dtype == jnp.int32:
         return jnp.zeros(shape, dtype)
-    # Integers of 4 or 8 bits are quantised weights or caches, for which any bits are valid.
+    # Integers of 4 or 8 bits are quantised weights or caches, for which every bit pattern is valid.
     bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint8)
     return lax.bitcast_convert_type(bits, jnp.int8).astype(dtype)
 

@@ -38,8 +38,8 @@ class Arm:
     name: str
     loaded_rule: LoadedRule
     role: str = ""  # "rule" for the measured rule; "alone", "strict", "control" or "refined" for the others
-    drafts: bool  # False: one forward pass of the target per token
-    refines: bool = False  # the draft is trained on its rejected tokens during the run
+    drafts: bool  # if False, each token takes one forward pass of the target
+    refines: bool = False  # whether the draft is trained on its rejected tokens during the run
     top_k: int = 0
     theta: float | None = None  # the threshold; None for a rule without one
     meaning: str  # for the legend of a table

@@ -50,7 +50,8 @@ def make_summary(
     table_summaries = []
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
-            # Iterate in reverse, so that the first arm of each role wins, such as the rule at its first threshold.
+            # Iterate in reverse, so that the first arm of a role overwrites the others. For a rule, this is the arm
+            # with the first threshold.
             by_role = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
             arm_summaries = []
             for arm in arms[temperature]:

@@ -114,7 +114,7 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
     for group in tasks.values():
         split = _split(group)
         num_turns += turns_of(group[:split], args.chat) * num_arms * len(lengths)
-        # The autoregressive arm is decoded as well, once for each temperature.
+        # At each temperature, the autoregressive arm is run as well.
         num_turns += turns_of(group[split:], args.chat) * (num_arms + len(arms))
     with contextlib.closing(open_rows(args.output, settings)) as file:
         next(iter(decodings.values())).announce(study.problems, num_turns - len(file.rows))
@@ -136,7 +136,7 @@ class _Run:
 
     args: argparse.Namespace
     recorder: Recorder
-    decodings: Mapping[tuple[bool, int], Decoding]  # keyed by whether the draft is sampled, and by its length
+    decodings: Mapping[tuple[bool, int], Decoding]  # keyed by (whether the draft is sampled, its length)
 
     def table(self, problems: Sequence[Problem], temperature: float, arms: Sequence[Arm]) -> JsonObject:
         """Choose the lengths on the first problems of a task, then score the arms at these lengths on the others."""
@@ -157,7 +157,7 @@ class _Run:
             for key, rows in decoded.items()
         }
         # The lengths and the baseline are chosen on the first problems. The figures come from the other problems, so
-        # that this choice does not bias them.
+        # that these choices do not bias them.
         lossless_arm, lossless_length = max(
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rate_by_arm[choice[0].name, choice[1]],

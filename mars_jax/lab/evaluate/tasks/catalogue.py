@@ -122,8 +122,8 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
     texts = fields.values.get("translation")
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
-    # Models answer best in English, and the published figures are for translation into English.
-    # False sorts before True, so English comes second, as the language to translate into.
+    # Models answer best in English, and the published figures are for translation into English. False sorts before
+    # True, so English comes second, as the target language.
     (source, text), (target, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
     language_pair = f"{_LANGUAGES.get(source, source)} text to {_LANGUAGES.get(target, target)}"
     prompt = f"Translate the following {language_pair}.\n\n{text}"
@@ -311,7 +311,7 @@ def _stories(path: str) -> Iterator[Problem]:
     opening_pattern = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
     has_story = False
     for number, document in enumerate(documents(path)):
-        # `maxsplit` limits the work on a long document: its remainder counts as one word.
+        # `maxsplit` limits the work on a long document: the rest of the document counts as one word.
         if len(document.split(maxsplit=2 * STORY_WORDS)) <= 2 * STORY_WORDS:
             continue
         if opening_match := opening_pattern.match(document):
