@@ -7,11 +7,12 @@
     python -m scripts.when_it_pays.fair_arms report --study model --costs costs.json --check check.json \\
         --rows scripts/results/fair_arms.jsonl.xz --output scripts/results/fair_arms.json
 
-A study decodes with drafted chains of several lengths, at temperatures 0 and 1. For each arm, the draft length that
-gives the most tokens per second on one set of prompts is chosen, and the arm is then measured at this length on other
-prompts. Tokens per second are computed as tau divided by the cost of a step, for two devices: this CPU, as timed by
-`costs` at batch 1, and a memory-bound accelerator. On the accelerator, a step that drafts K tokens is assumed to cost
-as much as 1 + 0.05 K plain steps if the draft is as small as an EAGLE head, or 1 + 0.01 K plain steps with n-grams.
+A study decodes with drafted chains of several lengths, at temperatures 0 and 1. For each arm, the draft length that is
+fastest on one set of prompts is chosen, and the arm is then measured at this length on other prompts. The speed
+relative to plain decoding is computed as tau divided by the cost of a step in plain steps, for two devices: this CPU,
+as timed by `costs` at batch 1, and a memory-bound accelerator. On the accelerator, a step that drafts K tokens is
+assumed to cost as much as 1 + 0.05 K plain steps if the draft is as small as an EAGLE head, or 1 + 0.01 K plain steps
+with n-grams.
 `check` compares these estimates with measured times. The comparison follows arXiv 2607.08690, which finds that tuning
 the draft length often gains as much as relaxing the rule. If `decode` is killed, run it again with the same arguments
 to continue.

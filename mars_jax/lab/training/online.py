@@ -128,7 +128,7 @@ class Refiner:
           MarsError: the vocabularies differ, there are no held-out documents, or the draft is an EAGLE-1 head.
         """
         if not len(held_out):
-            raise MarsError("there are no held-out texts: give some, or nothing guards against forgetting.")
+            raise MarsError("there are no held-out texts, which guard against forgetting: pass at least one.")
         self._ids: Array | None = None
         if isinstance(draft, EagleConfig):
             # Exclude token ids, which are integers without a gradient, from the params.
