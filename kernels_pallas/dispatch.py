@@ -248,7 +248,8 @@ def whole_or_partitioned(unpartitioned: Form, partitioned: Form) -> Form:
 
 @_choice_p.def_impl
 def _impl(*leaves: Array, **forms: Form) -> list[Array]:
-    # The implementation is chosen during lowering, so enable jit. Under `jax.disable_jit`, `_impl` would call itself.
+    # Enable jit, because the implementation is chosen during lowering. Under `jax.disable_jit`, `_impl` would call
+    # itself.
     with jax.disable_jit(False):
         return jax.jit(functools.partial(_choice_p.bind, **forms))(*leaves)
 
@@ -275,8 +276,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, par
         form = partitioned
     elif jax.sharding.get_abstract_mesh().manual_axes:
         # If check_vma is True, `shard_map` requires a kernel to declare the axes over which each result varies.
-        # `_abstract_eval` has already declared them. Wrap the kernel in a `shard_map` that maps no axis, without this
-        # check.
+        # `_abstract_eval` has already declared them. Wrap the kernel in a `shard_map` that maps no axis and has this
+        # check turned off.
         form = jax.shard_map(unpartitioned, in_specs=P(), out_specs=P(), check_vma=False)
     else:
         form = unpartitioned
@@ -294,7 +295,7 @@ def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):
-        # The program is inside one or more shard_maps. If all axes of the mesh are manual, XLA does not partition.
+        # The program is inside one or more shard_maps. If all axes of the mesh are manual, XLA does not partition it.
         manual_axes = context.manual_axes | set(getattr(context.mesh, "manual_axes", ()))
         return manual_axes != set(context.mesh.axis_names)
     return getattr(context, "num_devices", None) != 1

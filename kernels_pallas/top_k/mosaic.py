@@ -195,7 +195,7 @@ def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[
     def add(i: Array, entries: _Entries) -> _Entries:
         value, id = following(entries.value, entries.id)
         values = jnp.where(lane == i, value, entries.values)
-        # A row of NaNs has no next entry. Clip its id to the vocabulary, so that the id is valid.
+        # In a row of NaNs, no entry is found, and `id` is LAST_ID. Clip it to the vocabulary.
         return _Entries(value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), entries.ids))
 
     # All entries come after (inf, -1), so the first scan finds the largest entry. Write the i-th entry to lane i.

@@ -164,7 +164,7 @@ def _lines(text: str) -> str:
 
 def _described(setting: Setting) -> str:
     """Describe a setting in one line."""
-    if isinstance(setting.ranges, Mapping):  # one range for each value of another setting
+    if isinstance(setting.ranges, Mapping):  # the range depends on another setting
         range_texts = [bounds.words for bounds in setting.ranges.values()]
     else:
         range_texts = [setting.expected()]

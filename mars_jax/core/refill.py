@@ -145,7 +145,7 @@ def _refill(
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
-    # bool[B], True for replaced rows; an entry of -1 matches no row.
+    # bool[B], True for replaced rows. A row number of -1 matches no row.
     is_new = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
     return state, in_rows(is_new, empty, stats)
 

@@ -76,8 +76,8 @@ def judge_after_trusted(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule, 
 def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
     """Shift the evidence of each row by `count` nodes, so that the last trusted node becomes the root."""
     tree = evidence.tree
-    # i32[B, N]: node i of the shifted tree is node i + count of the original tree. Counts differ between rows, so the
-    # shapes do not change, and nodes past the end become padding. The values gathered for padding are never read.
+    # i32[B, N]: node i of the shifted tree is node i + count of the original tree. Arrays keep their shapes, because
+    # counts differ between rows. Nodes past the end become padding, and the values gathered for them are never read.
     source_node = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
     last_node = tree.tokens.shape[1] - 1
 
@@ -87,7 +87,7 @@ def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
     shifted_tree: DraftTree = dataclasses.replace(
         tree,
         tokens=jnp.where(source_node <= last_node, shift(tree.tokens), NO_TOKEN),
-        # `jax.tree.map` keeps None unchanged.
+        # `jax.tree.map` leaves None unchanged.
         draft_logits=jax.tree.map(shift, tree.draft_logits),
         trusted=None,
     )

@@ -105,7 +105,8 @@ def stops_at(logits: Array, controls: Controls) -> Array:
 
     def unsure() -> Array:
         # The entropy in nats is H = log(sum w) - sum(w (z - top)) / sum w, with w = exp(z - top). SVIP stops if sqrt(H)
-        # exceeds the threshold. A masked token has w = 0, and the product 0 * -inf would be NaN, so mask it.
+        # exceeds the threshold. A masked token has w = 0, and the product 0 * -inf would be NaN, so leave it out of the
+        # sum.
         top_logit = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top_logit)
         weight_sum = jnp.sum(weights, axis=-1)
@@ -135,7 +136,8 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
         is_end = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         if steering.sample:
             q_logits = process(logits, controls)
-            # The keys change from step to step. Fold in the depth, so that the levels are drawn independently.
+            # The keys differ between steps, but not between levels. Fold in the depth, so that levels are drawn
+            # independently.
             level_keys = _level_keys(keys, depth)
             # A chain has one node per level, so the node index is always 0.
             node_index = jnp.zeros((batch, 1), jnp.int32)
@@ -322,7 +324,8 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
         path_log_q = flat(path + log_q)
         return _Children(flat(steering.tokens(best_tokens.ids, states)), path_log_q, path_log_q), None
 
-    # Candidates are numbered: those of level 1 are 0 to k - 1, and each later level adds the next k * k numbers.
+    # Candidates are numbered by level: those of level 1 are 0 to k - 1, and each later level has the next k * k
+    # numbers.
     root_scores = jnp.zeros((batch, 1), jnp.float32)
     level_1, root_q = children(growth.logits, root_scores, root_scores, 0, growth.carry, steering.first)
     # i32[B, k] for the k nodes of a level: their parents' indices in the previous level, and their candidate numbers.

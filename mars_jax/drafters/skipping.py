@@ -134,7 +134,7 @@ class Skipping(Drafter):
     def catch_up(
         self, params: Params, state: SkippingState, tokens: Array, cached: Array, length: Array
     ) -> SkippingState:
-        # Only record which tokens are valid; the next draft processes the missing ones.
+        # Only record which cached tokens are still valid; the next draft processes the tokens that the cache lacks.
         if self.reads is not None:
             # The old and new token sequences share `cached` + 2 tokens. `observe` is then called with the features of
             # later tokens.
@@ -200,7 +200,7 @@ def _keep(state: SkippingState, first: Array, end: Array, output: ForwardOutput)
     """
     position = first[:, None] + jnp.arange(output.hidden.shape[1], dtype=jnp.int32)[None]
     is_kept = (position < end[:, None]) & (position >= end[:, None] - FEATURES)
-    # Other tokens map to an index past the end, where scatter drops them.
+    # Other tokens map to an index past the end, and the scatter drops them.
     entries = jnp.where(is_kept, position % FEATURES, FEATURES)
     write = jax.vmap(lambda kept, new, entries: kept.at[entries].set(new, mode="drop"))
     features = jax.tree.map(

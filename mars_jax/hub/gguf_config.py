@@ -182,7 +182,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "rope.dimension_count_swa": rotated,
     }
     if config.num_experts:
-        # 0 selects the architecture's own function.
+        # 0 selects the architecture's own gating function.
         neutral["expert_gating_func"] = (_GATING.get(file.architecture, 1), 0)
         neutral["expert_group_count"] = (config.expert_groups, 0)
         neutral["expert_group_used_count"] = (config.groups_per_token, 0)
@@ -283,7 +283,8 @@ def _glm_moe(file: GGUFFile, data: JsonObject) -> JsonObject:
 
 def _gpt_oss(file: GGUFFile, data: JsonObject) -> JsonObject:
     tokens = file.get("tokenizer.ggml.tokens") or []
-    # No key records these stop tokens of the model's generation_config.json. llama.cpp finds them by name.
+    # The metadata has no key for these stop tokens, which the model's generation_config.json lists. Look them up by
+    # name, as llama.cpp does.
     stops = [tokens.index(token) for token in ("<|return|>", "<|endoftext|>", "<|call|>") if token in tokens]
     # llama.cpp rounds YaRN's range to whole dimensions; the model was trained without rounding.
     scaling = (data["rope_scaling"] or {"rope_type": "default"}) | {"truncate": False}
@@ -396,7 +397,8 @@ def _llama3(file: GGUFFile) -> JsonObject:
     theta = float(file.of_model("rope.freq_base", 10000.0))
     rope = read_rope({"rope_theta": theta, "rope_scaling": scaling})
     scaled = np.asarray(frequencies(rope, 2 * len(divisors)))
-    # The frequencies before scaling: theta^(-2 i / head_dim) for pair i of dimensions. The file has a divisor for each.
+    # The frequencies before scaling: theta^(-2 i / head_dim) for pair i of dimensions. The file has a divisor for each
+    # pair.
     unscaled = theta ** -(np.arange(len(divisors)) / len(divisors))
     if not np.allclose(unscaled / scaled, divisors, rtol=1e-3):
         raise MarsError("rope_freqs.weight is not Llama 3's scaling, and no other is supported.")

@@ -111,7 +111,7 @@ class Queue:
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
         self._holds: list[int | None] = [None] * num_rows  # index of the request in each row
         self._began = [0.0] * num_rows
-        # Texts of rows whose new tokens are needed before the row ends.
+        # The text so far of each row whose text is needed before the row ends.
         self._texts: list[RowText | None] = [None] * num_rows
 
     def __iter__(self) -> Iterator[Finished]:
@@ -138,9 +138,9 @@ class Queue:
             rows = Rows(*row_parts)
             row_finished = rows.done.copy()
             row_stopped, new_texts = self._read_texts(rows)
-            # Only the host searches for stop strings, so mark rows that contain one as done on the device. If a drafter
-            # runs its own steps, the state cannot be changed, so these rows continue to decode and their later tokens
-            # are ignored.
+            # Only the host searches for stop strings, so set `done` in the state for rows that contain one. If a
+            # drafter runs its own steps, the state cannot be changed, so these rows continue to decode and their later
+            # tokens are ignored.
             if row_stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, row_stopped & ~row_finished)
@@ -248,7 +248,7 @@ class Queue:
             tokens = rows.tokens[row, start : rows.length[row]].tolist()
             strings = row_text.feed_all(tokens, last=bool(rows.done[row]))
             row_stopped[row] = row_text.stopped
-            # A row may end without a token, for example if its constraint allows no further token.
+            # A row may end without emitting a token, for example if its constraint allows no further token.
             remaining_text = row_text.feed([], last=True) if rows.done[row] else ""
             if not self._telling:
                 continue
@@ -282,7 +282,7 @@ class Queue:
         This way, arrays have the same shapes in every prefill. One prompt is enough to keep a device busy, because
         prefill chunks have hundreds of tokens (`prefill.chunk_of`).
         """
-        # A drafter that runs its own steps starts all rows together.
+        # If a drafter runs its own steps, all rows start together, once every row is free.
         if self._prepared.drafter.steps is not None:
             if not self._waiting or any(index is not None for index in self._holds):
                 return state, stats
@@ -293,7 +293,8 @@ class Queue:
         while self._waiting and None in self._holds:
             rows_to_fill = [NO_ROW] * num_shards
             entries: list[int | None] = [None] * num_shards
-            # Shard i of the mesh has `stride` rows, starting at row i * stride. Each pass starts at most one of them.
+            # Shard i of the mesh has `stride` rows, starting at row i * stride. Each pass starts at most one row per
+            # shard.
             for shard in range(num_shards):
                 free = (
                     row for row in range(shard * stride, (shard + 1) * stride) if self._holds[row] is None
@@ -302,7 +303,8 @@ class Queue:
                 if row != NO_ROW and self._waiting:
                     rows_to_fill[shard], entries[shard] = row, self._next(row)
             if self._shares and entries[0] is not None:
-                # There is only one shard. Its row starts as a copy of a separate row in which the prompt is prefilled.
+                # With shared prompts, there is only one shard. Prefill the prompt in a separate row, which is then
+                # copied to the new row.
                 self._read = self._reading(entries[0])
             prepared, read_state = self._prepared, self._read and self._read.state
             prompts = prepared.prompts(entries)

@@ -103,7 +103,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         "weights": fingerprint((target.params, start_params), target.path),
     }
     if args.features is not None:
-        # Only the kind eagle3 accepts --features. If --from names a head, use the layers of that head.
+        # Only kind `eagle3` accepts --features. If --from names a head, use the layers of that head.
         layers = features.layers_of(args.feature_layers) or features.default_layers(target.config)
         if start_checkpoint is not None:
             layers = start_checkpoint[0].feature_layers
@@ -221,7 +221,7 @@ def _write_texts(
 
     The texts are stored in --work, so that a killed run can continue.
     """
-    # Cut long documents before tokenizing: 16 tokens have fewer than 2,000 characters.
+    # Cut long documents before tokenizing: 16 tokens cover fewer than 2,000 characters.
     prompt_candidates = (target.encode(text[:2000])[:16] for text in documents)
     prompts = [ids for ids in prompt_candidates if len(ids) == 16][: args.write]
     if not prompts:

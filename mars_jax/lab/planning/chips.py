@@ -23,7 +23,7 @@ class Chip(NamedTuple):
     bandwidth: float
     # Floating-point operations per second in bfloat16.
     peak_flops: float
-    # Bytes per second of one link between chips, the sum of both directions.
+    # Bytes per second over one link between chips, both directions together.
     link: float
     # Number of dimensions in a topology's name.
     dims: int
@@ -124,7 +124,7 @@ def topology(name: str) -> Topology:
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
             "three for v4, v5p and tpu7x, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
         )
-    # Cloud TPU images may set the path of libtpu instead of installing the package.
+    # Cloud TPU images may set an environment variable to the path of libtpu instead of installing the package.
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise MarsError("a plan needs libtpu: pip install 'jax[tpu]' on Linux x86-64.")
     # Set these before loading libtpu: it must not look for a TPU host, and several processes may load it concurrently.

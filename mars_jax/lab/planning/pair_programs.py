@@ -270,8 +270,8 @@ def _out_of_memory(text: str) -> OutOfMemory:
 
 def collectives(program: str) -> dict[str, int]:
     """Count the collectives of an HLO program, keyed by kind and result shape."""
-    # An asynchronous collective has a -start and a -done instruction; the pattern matches only the first. The last
-    # line removes the layouts, which are in braces, from the shapes.
+    # An asynchronous collective has a -start and a -done instruction; the pattern matches only the first. The return
+    # statement removes the layouts, which are in braces, from the shapes.
     pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
     matches = (pattern.search(line) for line in program.splitlines())
     return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in matches if hit))

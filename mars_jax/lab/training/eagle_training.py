@@ -63,7 +63,7 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
     # The index of each token of `top` in the draft vocabulary, which is also its column in the logits.
     width, draft_ids = vocab_size, top_ids
     if ids is not None:
-        # Tokens outside the draft vocabulary map past its end, where the scatter drops them.
+        # Tokens outside the draft vocabulary map to an index past its end, and the scatter drops them.
         width = len(ids)
         column_of = jnp.full((vocab_size,), width, jnp.int32).at[ids].set(jnp.arange(width, dtype=jnp.int32))
         draft_ids = column_of[top_ids]
@@ -167,8 +167,8 @@ def drafted_ahead(
     cache = config.init_cache(rows, steps * n, both.draft["fc"].dtype)
     distance = (entry_index[:, None] - entry_index[None, :])[None]  # from the attended entry
     for j in range(steps):
-        # Entry t attends to the target's features up to t - j (block 0) and to its own chain, which is entry
-        # t - (j - i) of each block i from 1 to j. Later blocks are still empty.
+        # Entry t attends to the target's features up to t - j (block 0) and to its own chain: entry t - (j - i) of each
+        # block i from 1 to j. Later blocks are still empty.
         visible_blocks = [same_document & (distance >= j)]
         visible_blocks += [jnp.broadcast_to(distance == j - i, same_document.shape) for i in range(1, j + 1)]
         visible_blocks += [jnp.zeros(same_document.shape, bool)] * (steps - j - 1)
@@ -209,7 +209,8 @@ def eagle1(
         pair = Params(target=teacher, draft=cast(params, dtype))
         segments = batch.segments[:, :length]
         feature = lesson.output.hidden[:, :n]
-        # The noise depends only on the batch, so a run that is killed and resumed gives bit-identical results.
+        # The noise depends only on the tokens of the batch and not on earlier steps, so a run that is killed and
+        # resumed gives bit-identical results.
         key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
         next_tokens, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])

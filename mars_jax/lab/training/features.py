@@ -76,7 +76,7 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
         output = forward_packed(target, params, tokens, segments)
 
-        # Process one row at a time: the logits of a row take up a hundred megabytes.
+        # The logits of one row take about 100 MB, so process one row at a time.
         def likeliest(hidden: Array) -> tuple[Array, Array]:
             logits = target.unembed(params, hidden[None])[0]
             top_logits, ids = jax.lax.top_k(logits, min(TOP, target.vocab_size))

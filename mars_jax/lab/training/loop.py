@@ -151,7 +151,7 @@ def fit(
                 start_time = time.perf_counter()
                 batch = prepare(params, next(batches))
                 params, opt_state, figures = train_step(params, opt_state, batch, teacher)
-                # `float` waits for the step, so the rate below covers its work on the device.
+                # `float` waits until the step is done, so the rate below includes its time on the device.
                 figures = {name: float(value) for name, value in figures.items()}
                 tokens_per_second = round(training.step_tokens / (time.perf_counter() - start_time))
                 log.write(json.dumps({"step": i, "tokens_per_s": tokens_per_second, **figures}) + "\n")
@@ -182,8 +182,8 @@ class Checkpoints:
         self._directory, self._steps, self._manager = directory, steps, None
         if hosts.is_first():
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
-            # By default, Orbax waits for all processes, but only the first process calls Orbax. These options prevent
-            # this wait; with them, Orbax cannot create the directory.
+            # By default, Orbax waits for all processes, but only the first one calls it. These options prevent this
+            # wait, but Orbax cannot create the directory when they are set.
             first_process = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2, create=False, multiprocessing_options=first_process
@@ -212,7 +212,8 @@ class Checkpoints:
                 state_on_host = self._read(completed_steps, state_on_host)
             except MarsError as error:
                 error_message = str(error)
-        # Raise the error in all processes: otherwise the others would wait in the broadcast of the state.
+        # Raise the error in every process: if only the first one raised it, the others would wait in the broadcast of
+        # the state.
         if error_message := hosts.broadcast_bytes(error_message.encode()).decode():
             raise MarsError(error_message)
         if jax.process_count() > 1:
