@@ -220,7 +220,7 @@ def sentence(source: Origin) -> str:
     """Return a sentence that states the date and the commit of a report's measurement or of its addition."""
     if source.committed is None:
         changed = " with uncommitted changes" if source.dirty else ""
-        return f"Measured on {str(source.date)[:10]} at {source.commit}{changed}, {source.machine}."
+        return f"Measured on {str(source.date)[:10]} at {source.commit}{changed} on {source.machine}."
     if source.date is not None:
         return f"Measured on {source.date[:10]}, committed in {source.commit}."
     return f"Committed on {source.committed[:10]} in {source.commit}."
