@@ -220,7 +220,7 @@ def _accept_kernel(
         row_settings = per_row_ref[...]
         tokens, parents, *optional_y = (ref[...] for ref in tree_refs)
         y = next(iter(optional_y), None)
-        # The columns of the settings are the bits of theta, strict, max_relaxed_run and the stop tokens.
+        # The columns of the settings are theta (as its bits), strict, max_relaxed_run and the stop tokens.
         theta = lax.bitcast_convert_type(row_settings[:, 0:1], jnp.float32)
         controls = AcceptControls(theta, row_settings[:, 1:2], row_settings[:, 2:3], row_settings[:, 3:])
         walked = walk_columns(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)

@@ -15,8 +15,8 @@ _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {
-    # Without a TPU, libtpu prints five lines because it cannot find its host. These values describe a machine with one
-    # chip. Only libtpu reads them, and JAX still chooses a different device.
+    # Without a TPU, libtpu warns in five lines that it cannot find its host. These values, which only libtpu reads,
+    # describe a machine with one chip and prevent the warning. JAX still chooses a different device.
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }

@@ -84,7 +84,7 @@ def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
 
 
 def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
-    """Return the tables that map between the tokens of two vocabularies, without weights.
+    """Return the tables that map between the tokens of two vocabularies. Their field `weights` is None.
 
     Args:
       target, draft: the vocabularies, of V and U tokens.

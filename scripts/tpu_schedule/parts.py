@@ -24,9 +24,9 @@ def part(op_name: str) -> str | None:
 
 
 def part_of(module: Module, computation: Computation, instruction: Instruction) -> str:
-    """Return the part of an instruction.
+    """Return the part of a decode step that an instruction belongs to.
 
-    If it has none, return the part of the nearest user that has one, or else of the nearest operand that has one.
+    If its own name has none, return the part of the nearest user that has one, or else of the nearest such operand.
     """
 
     def users(node: Instruction) -> list[Instruction]:

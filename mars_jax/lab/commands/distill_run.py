@@ -117,7 +117,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
     else:
-        # The kinds eagle1 and eagle3 produce heads for the drafter eagle.
+        # `eagle` is the drafter for heads of both kinds, eagle1 and eagle3.
         draft_kind = args.kind.rstrip("13")
         say(f"{args.output}: draft with --draft {draft_kind}:{args.output}; figures in {work}")
 

@@ -105,7 +105,7 @@ def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None
 
 
 def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
-    """Return the weighted mean over a chain with one value f32[] per token. Token j has weight fade**j.
+    """Return the weighted mean of the values of a chain, one f32[] per token. Token j has weight fade**j.
 
     >>> round(chain_mean([jnp.float32(1.0), jnp.float32(4.0)], fade=0.5).item(), 5)
     2.0
