@@ -140,6 +140,6 @@ def _score_rows(model: LanguageModel, params, tokens):
         # log p(token) = z[token] - logsumexp(z)
         return jnp.take_along_axis(logits, target_tokens[..., None], axis=2)[..., 0] - stats.logsumexp, stats
 
-    # Concatenate the parts [parts, R, part_length] to [R, L - 1].
+    # Concatenate the parts [parts, R, part_length] into [R, L - 1].
     scores = jax.lax.map(part, jnp.arange(0, next_tokens.shape[1], part_length, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], scores)
