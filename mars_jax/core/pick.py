@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.axes import PyTree
+from mars_jax.utils.types import PyTree
 
 SMALL = 1 << 16
 """Maximum number of comparisons per row for which a TPU gathers by comparing indices. A TPU gather processes one
