@@ -47,10 +47,10 @@ def load(
         therefore never lossless.
       target: the model to draft for. Heads, and the drafters of SPRINTER, TriSpec and VIA-SD, must share the target's
         vocabulary. The drafter's weights are sharded over the target's mesh.
-      num_draft_tokens: chain length. Default: 5 for a model or `self`, 3 for MTP, the number of heads for Medusa, a
-        whole block for DFlash, 8 for n-grams and replay, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target
-        is a mixture of experts, the default is at most 3, because each draft token activates different experts.
-        SPRINTER, TriSpec and VIA-SD ignore this limit.
+      num_draft_tokens: chain length. Default: 5 for a model, EAGLE or `self`, 3 for MTP, the number of heads for
+        Medusa, a whole block for DFlash, 8 for n-grams and replay, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If
+        the target is a mixture of experts, the default is at most 3, because each draft token activates different
+        experts. SPRINTER, TriSpec and VIA-SD ignore this limit.
       tree: children per node at each depth, or `Dynamic(...)` (not for Medusa); either may be a string, such as
         "4-2-2-1" or "dynamic". The default is `Dynamic()` for EAGLE, a dynamic tree as deep as the block for DFlash,
         and a chain for all other drafters. EAGLE and DFlash also default to a chain if a chain length is given, or if

@@ -36,6 +36,9 @@ def thresholded(theta: float = 1.5):
 
 def loose_mars(theta: float = 0.5):
     return verify.mars(theta=theta)
+
+
+mars = loose_mars
 '''
 NEVER, ALWAYS = 100.0, 0.0
 """Thresholds in nats: no entropy is above NEVER, and every entropy is above ALWAYS."""
@@ -81,11 +84,12 @@ FLAGS = ["--ignore-eos", "--max-new-tokens", "24", "--json"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["entropy_gate", "loose_mars"])
+@pytest.mark.parametrize("rule", ["entropy_gate", "loose_mars", "mars"])
 def test_compare_shows_it_next_to_mars(run, pair, gates, rule):
     argv = [*pair, "--max-new-tokens", "4", "--compare", "--json", "the sea"]
     [comparison] = rows(run(*argv, "--verify", f"{gates}:{rule}"))
-    assert [row["rule"] for row in comparison["rules"]] == ["autoregressive", "exact", rule, "mars"]
+    name = f"{gates}:mars" if rule == "mars" else rule
+    assert [row["rule"] for row in comparison["rules"]] == ["autoregressive", "exact", name, "mars"]
 
 
 @pytest.mark.slow

@@ -147,10 +147,12 @@ def compare_ways(job: Job, show: Show) -> JsonObject:
     pair, requests = job.session, job.requests
     exact = pair.using(LoadedRule(verify.exact()))
     spec, rule_name = job.run["verify"], pair.rule_name
+    sessions = {"autoregressive": pair.autoregressive, "exact": exact}
     if is_own(spec):
         # A user's function may return a rule of the library, such as `mars` with a different theta.
-        rule_name = spec.rpartition(":")[2]
-    sessions = {"autoregressive": pair.autoregressive, "exact": exact, rule_name: pair}
+        function_name = spec.rpartition(":")[2]
+        rule_name = spec if function_name in (*sessions, "mars") else function_name
+    sessions[rule_name] = pair
     if is_own(spec) and not pair.loaded_rule.rule.lossless:
         sessions.setdefault("mars", pair.using(LoadedRule(verify.mars())))
     for session in sessions.values():
