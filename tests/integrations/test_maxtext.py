@@ -48,7 +48,7 @@ def test_a_checkpoint_of_maxtext_decodes_as_its_own_forward_says(tmp_path):
     # Not `importorskip`: MaxText supports only Python 3.12.
     if importlib.util.find_spec("maxtext") is None:
         pytest.skip("could not import 'maxtext': pip install maxtext")
-    page = (ROOT / "docs" / "bridges.md").read_text().partition("## A checkpoint of MaxText")[2]
+    page = (ROOT / "docs" / "bridges.md").read_text().partition("## MaxText checkpoints")[2]
     [_, model, train, export, generate] = re.findall(
         r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
     )[0].replace("\\\n", "").splitlines()  # fmt: skip
