@@ -349,7 +349,7 @@ depend on the batch."""
 
 
 def keys_from_seeds(seeds: Array) -> Array:
-    """Create one `threefry2x32` PRNG key per row, from seeds u32[B] or i32[B], whatever the default PRNG of JAX is.
+    """Create one `threefry2x32` PRNG key per row, from seeds u32[B] or i32[B], regardless of JAX's default PRNG.
 
     Returns:
       key[B], for `Prompts.keys`.

@@ -53,8 +53,8 @@ class Steering(NamedTuple):
         def token_ids() -> Array:
             return self.growth.to_target(jnp.arange(vocab, dtype=jnp.int32))
 
-        # The mask needs target token ids if the drafter has a different tokenizer or a smaller vocabulary. If the
-        # vocabularies have the same size, the tokenizers differ if `guide.narrowed` has set `tables.narrow`.
+        # The mask needs target token ids if the drafter's vocabulary has a different size or belongs to a different
+        # tokenizer. For a different tokenizer, `guide.narrowed` has set `tables.narrow`.
         narrowed = not self.sample and (vocab != self.guide.vocab or self.guide.tables.narrow is not None)
         masked_logits = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
         if not self.sample:

@@ -65,7 +65,7 @@ class Sprinter(Drafter):
     Source: SPRINTER (arXiv 2502.04557). The tokens before the rejected one are *trusted*: they are emitted without
     verification. `StepInfo` marks them by their kind and reports the target's regret for them. The rule verifies the
     rejected token, and the target adds one token. If no token is rejected, the draft ends after `num_draft_tokens`, and
-    the rule verifies the last token. The drafter is lossy by design, whatever the rule: trusted tokens follow the small
+    the rule verifies the last token. The drafter is lossy under every rule, because trusted tokens follow the small
     model's distribution.
 
     No tokens are trusted in strict rows or within a rule's `exact_prefix`. If the threshold is above 1, no tokens are
